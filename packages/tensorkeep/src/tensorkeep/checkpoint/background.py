@@ -41,19 +41,17 @@ class SaveMemory:
         each = thread_bytes(BLOCK_BYTES, buffers=buffers_per_thread(staged=True, delta=delta))
         if in_store:
             each += part_bytes(0)
-            self._check_budget(max(MINIMUM_BUDGET, each) + MINIMUM_BUDGET)
+            least = max(MINIMUM_BUDGET, each) + MINIMUM_BUDGET
+            if self._budget is not None and self._budget < least:
+                found = format_bytes(self._budget)
+                raise UsageError(
+                    f"a memory budget of {found} for each copy of the state is too small for saving into a store",
+                    remedy=f"give at least {format_least_bytes(least)} for each",
+                )
         # A quarter of a given budget writes, the rest holds the copy of the state.
         limit = threads * each if self._budget is None else self._budget // 4
         self._working = _with_budget(self._working, max(MINIMUM_BUDGET, each, min(threads * each, limit)))
         return self._working
-
-    def _check_budget(self, least: int) -> None:
-        if self._budget is not None and self._budget < least:
-            found = format_bytes(self._budget)
-            raise UsageError(
-                f"a memory budget of {found} for each copy of the state is too small for saving into a store",
-                remedy=f"give at least {format_least_bytes(least)} for each",
-            )
 
     def staging(self, needed: int, *, from_cuda: bool) -> BufferPool:
         """The pool for copies of ``needed`` bytes, page-locked for CUDA; `working` is called first."""
@@ -185,11 +183,7 @@ class SaveReport(WriteResult):
 
 @dataclass(eq=False)
 class SaveJob:
-    """A save with checked arguments; made by `begin_save`.
-
-    Either `run` is called in the caller's thread, or `copy` in the caller's thread and `write` in another one, which
-    then sets ``finished``. ``process`` began the save.
-    """
+    """A save: `run` in the caller's thread, or `copy` there and `write` in another one, which sets ``finished``."""
 
     path: str
     staged: StagedWrite | None  # None after the end
@@ -266,19 +260,14 @@ class SaveJob:
         _unreported.discard(self)
 
     def stop(self) -> None:
-        # Read once: the thread that writes sets it to None at the end.
-        staged = self.staged
-        if staged is not None:
+        # Read once, here and below: the thread that writes sets it to None at the end.
+        if (staged := self.staged) is not None:
             staged.cancel()
 
     def hurry(self) -> None:
         """Let the thread that writes use all processors, as the caller waits for it now."""
-        staged = self.staged
-        if staged is not None:
+        if (staged := self.staged) is not None:
             staged.hurry()
-
-    def has_unreported_error(self) -> bool:
-        return self in _unreported
 
     def result(self) -> SaveReport:
         if self.error is not None:
@@ -395,11 +384,7 @@ Prepare = Callable[[SaveMemory], SaveJob]
 
 
 class SaveQueue:
-    """The saves of one manager, or the only one of `tensorkeep.save_async`, and their memory.
-
-    One thread at a time adds saves. With ``"replace"`` a copied save waits in the queue, and a later one takes its
-    place.
-    """
+    """The saves of one manager, or the only one of `tensorkeep.save_async`, and their memory."""
 
     def __init__(
         self, when_busy: WhenBusy, budget: int | None, *, keep_buffers: bool = True, alone: bool = True
@@ -556,7 +541,7 @@ class SaveQueue:
             ended, self._ended = self._ended, []
         for position, job in enumerate(ended):
             job.finished.wait()
-            if job.has_unreported_error():
+            if job in _unreported:
                 with self._lock:
                     # The later ones are raised by later calls, one error at a time.
                     self._ended = ended[position + 1 :] + self._ended

@@ -39,14 +39,10 @@ class Tolerance(NamedTuple):
 
 
 class Distances(NamedTuple):
-    """Sums over a range: the elements that differ, the largest distance, and squares.
+    """Sums over a range: |a - b|^2, |a|^2, |b|^2 and a * b of the elements that are finite on both sides."""
 
-    ``difference``, ``first``, ``second`` and ``dot`` are the sums of |a - b|^2, |a|^2, |b|^2 and a * b over the
-    elements that are finite on both sides.
-    """
-
-    different: int = 0
-    largest: float = 0.0
+    different: int = 0  # elements
+    largest: float = 0.0  # distance
     difference: float = 0.0
     first: float = 0.0
     second: float = 0.0

@@ -62,16 +62,13 @@ from tensorkeep.state.tree import node_tag, placeholders, state_leaves, unflatte
 
 
 class KeyComparison:
-    """Which keys of a state and of a checkpoint differ, and the objects that are in both.
+    """Which keys of a state and of a checkpoint differ, and the objects that are in both."""
 
-    Containers around tensors or objects are compared; other containers are restored as saved. ``left_out`` has saved
-    entries of the top level that the state lacks.
-    """
-
+    # Containers around tensors or objects are compared; other containers are restored as saved.
     def __init__(self, state: Any, saved: Any) -> None:
         self.missing: list[KeyPath] = []
         self.extra: list[KeyPath] = []
-        self.left_out: set[KeyPath] = set()
+        self.left_out: set[KeyPath] = set()  # saved entries of the top level that the state lacks
         self.different: dict[KeyPath, str] = {}
         self.objects: dict[KeyPath, tuple[StatefulObject, Any]] = {}
         # Numpy scalars are values: they come back as saved, whatever the state has.
@@ -444,17 +441,13 @@ _CAST_REMEDY = (
 
 @dataclass(slots=True)
 class Differences:
-    """Names of tensors by how the given state does not fit a checkpoint.
-
-    ``different`` has a text about dtype, shape or library. If only dtypes differ, ``saved_dtype`` is one that was
-    saved.
-    """
+    """Names of tensors by how the given state does not fit a checkpoint."""
 
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
-    different: dict[str, str] = field(default_factory=dict)
+    different: dict[str, str] = field(default_factory=dict)  # with a text about dtype, shape or library
     unwritable: list[str] = field(default_factory=list)
-    saved_dtype: DType | None = None
+    saved_dtype: DType | None = None  # one that was saved, if only dtypes differ
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra or self.different or self.unwritable)
@@ -578,12 +571,7 @@ def _listed(what: str, found: list[str]) -> str:
 
 
 class StateMatch:
-    """How a training state, with objects wrapped by `wrap_objects`, fits a checkpoint.
-
-    ``chosen`` are the wanted tensors, ``new`` those that get new memory, ``unselected`` the objects without a wanted
-    tensor, ``skipped`` what was not strict, ``tied`` the module tensors that were saved under several names and must
-    still be compared. Raises StateMismatchError without ``strict`` if nothing fits.
-    """
+    """How a training state, with objects wrapped by `wrap_objects`, fits a checkpoint."""
 
     def __init__(
         self,
@@ -621,9 +609,10 @@ class StateMatch:
         self._different: dict[str, str] = {}
         self._replaced: set[str] = set()  # given tensors that are not filled
         self._unasked: set[KeyPath] = set()  # modules that may convert states, and cannot answer without the data
-        self.new: set[str] = set()
-        self.tied: list[list[str]] = []
+        self.new: set[str] = set()  # tensors that get new memory
+        self.tied: list[list[str]] = []  # one tensor of a module each, saved under several names and to be compared
         self.skipped = Differences()
+        # The wanted tensors, and the objects without one.
         self.chosen, self.unselected = select_by_target(select, self._saved_paths, self._keys.objects)
         if select is None:
             self.chosen = [name for name in self.chosen if not is_below(self._saved_paths[name], self._keys.left_out)]

@@ -87,16 +87,12 @@ def is_extra_state(keys: KeyPath, path: KeyPath) -> bool:
 
 
 class ModuleAnswer(NamedTuple):
-    """What a module does with a saved state, by the keys of the state.
+    """What a module does with a saved state, by the keys of the state."""
 
-    It takes ``unchanged`` tensors as they are, makes others from the rest, lacks ``missing`` and ignores
-    ``unexpected``. ``different`` describes tensors that it makes in another dtype.
-    """
-
-    unchanged: set[Key]
+    unchanged: set[Key]  # tensors that it takes as they are; it makes others from the rest
     missing: set[Key]
-    unexpected: set[Key]
-    different: dict[Key, str]
+    unexpected: set[Key]  # and ignored
+    different: dict[Key, str]  # tensors that it makes in another dtype
 
 
 def converts_states(module: "torch.nn.Module") -> bool:

@@ -2,11 +2,10 @@
 
 import difflib
 import os
-import stat
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
 from tensorkeep.paths import checked_path
 from tensorkeep.state.leaf import Device
-from tensorkeep.storage import storage_of
+from tensorkeep.storage import first_bytes, storage_of
 from tensorkeep.storage.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool
-from tensorkeep.storage.direct_io import close, store_errors
+from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.storage.parallel import Progress, default_threads
 from tensorkeep.units import format_bytes, format_least_bytes, parse_bytes
 
@@ -163,16 +162,11 @@ def read_settings(settings: SettingsSource | None) -> SaveTable:
     if isinstance(settings, Mapping):
         return parse({TABLE: dict(settings)}, None)
     path = Path(checked_path(settings))
-    with store_errors(path, "read the settings"):
-        # Without O_NONBLOCK, opening a pipe waits for a writer.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            regular = stat.S_ISREG(os.fstat(fd).st_mode)
-            # One byte more than allowed shows that the file is too large.
-            content = os.read(fd, _MOST_BYTES + 1) if regular else b""
-        finally:
-            close(fd)
-    if not regular:
+    # One byte more than allowed shows that the file is too large.
+    content = first_bytes(path, _MOST_BYTES + 1)
+    if content is None:
+        with store_errors(path, "read the settings"):
+            path.stat()
         raise UsageError("is not a regular file", path=path, remedy="give the path of a settings file")
     if len(content) > _MOST_BYTES:
         raise UsageError(f"is larger than {format_bytes(_MOST_BYTES)}", path=path, remedy="check the file")
@@ -208,20 +202,17 @@ def parse(tables: Mapping[str, Any], path: Path | None) -> SaveTable:
 
 def _expected(key: str, value: object) -> str | None:
     """The remedy for a value that a key cannot have, or None if it can."""
-    # A bool is an int for Python.
-    is_int = isinstance(value, int) and not isinstance(value, bool)
     if key == "compression":
         known = ["none", "lossless", "auto", *CODECS.names()]
         return None if value in known else did_you_mean(str(value), known, "choose one of")
-    if key == "threads":
-        fine = is_int and 1 <= int(str(value)) <= _MOST_THREADS
-        return None if fine else f"give an integer from 1 to {_MOST_THREADS}"
     if key == "direct_io":
         return None if isinstance(value, bool) else "give true or false"
-    if is_int or isinstance(value, str):
-        try:
-            if parse_bytes(value) >= MINIMUM_BUDGET:  # type: ignore[arg-type]
-                return None
-        except UsageError:
-            pass
+    # A bool is an int for Python.
+    number = value if isinstance(value, int) and not isinstance(value, bool) else None
+    if key == "threads":
+        fine = number is not None and 1 <= number <= _MOST_THREADS
+        return None if fine else f"give an integer from 1 to {_MOST_THREADS}"
+    with suppress(UsageError):
+        if parse_bytes(value if isinstance(value, str) else number or 0) >= MINIMUM_BUDGET:
+            return None
     return f'give bytes, or a size such as "512MiB", of at least {format_least_bytes(MINIMUM_BUDGET)}'

@@ -105,11 +105,9 @@ def read_all(
     on_error: Callable[[Exception], None] | None = None,
     extent: Callable[[str], int] | None = None,
 ) -> None:
-    """Read stored tensors in parallel into their destinations; a tensor with None is checked and discarded.
-
-    ``untouched`` destinations are newly allocated. Without ``on_error``, the first error is raised; with it, the other
-    ranges are read. ``extent`` returns how many bytes of a tensor to read from its start.
-    """
+    """Read stored tensors in parallel into their destinations; a tensor with None is checked and discarded."""
+    # `untouched` destinations are newly allocated. `on_error` is called instead of raising the first error, and the
+    # other ranges are read. `extent` returns how many bytes of a tensor to read from its start.
     shards = {name: leaf for name, leaf in destinations.items() if isinstance(leaf, ShardedLeaf)}
     sizes = {
         name: extent(name) if extent else reader.flat.leaves[name].nbytes for name in destinations if name not in shards

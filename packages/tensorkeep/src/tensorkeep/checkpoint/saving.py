@@ -145,12 +145,9 @@ def begin_save(
     on_durable: Callable[[], None] | None = None,
     ranks: RankCoordinator = ONE_RANK,
 ) -> SaveJob:
-    """Return a save that is ready to run; nothing is copied or written yet.
-
-    All ranks call this together. ``memory`` must stay open until the save is over. ``on_durable`` is called by the
-    thread that writes; an error in it becomes the error of the save.
-    """
-    # One save at a time: all ranks must exchange the messages of their saves in one order.
+    """Return a save that is ready to run; nothing is copied or written yet. All ranks call this together."""
+    # `memory` must stay open until the save is over. The thread that writes calls `on_durable`; an error in it becomes
+    # the error of the save. One save at a time: all ranks must exchange the messages of their saves in one order.
     with ranks.lock:
         with ranks.collective(PREPARING):
             job = _begin(flat, request, memory, copy=copy, on_durable=on_durable, ranks=ranks)

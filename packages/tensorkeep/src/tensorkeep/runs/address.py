@@ -58,11 +58,8 @@ def checkpoint_path(path: PathLike) -> PathLike:
 
 
 def find_checkpoint(path: PathLike) -> Address:
-    """Find the checkpoint that an address means. A path that is not a run is returned as it is.
-
-    Raises NotFoundError if the step or its run does not exist; NotACheckpointError if the folder has no steps;
-    UsageError if a step is given in another form; the error of the last step if all are damaged.
-    """
+    """Find the checkpoint that an address means. A path that is not a run is returned as it is."""
+    # All errors are of the step or the run that was meant; if all steps are damaged, the error of the last one.
     given, wanted = split_address(path)
     if wanted is None:
         root = find_run(given)
@@ -108,10 +105,7 @@ def find_run(path: PathLike) -> Path | None:
 
 
 def run_root(path: PathLike) -> Path:
-    """Return the folder that contains the steps of a run.
-
-    Raises UsageError if the path is the address of one step; NotFoundError, NotACheckpointError if it is not a run.
-    """
+    """Return the folder that contains the steps of a run. UsageError if the path is the address of one step."""
     given, wanted = split_address(path)
     if wanted is not None:
         raise UsageError("is one step, not a run", path=path, remedy=f"leave out @{wanted}")

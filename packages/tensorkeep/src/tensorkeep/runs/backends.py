@@ -86,10 +86,7 @@ class StepBackend(ABC):
     # Saving steps
 
     def claim(self) -> None:
-        """Reserve the run for this writer, and finish or remove what a killed writer has left.
-
-        Raises BusyError if another process has reserved it.
-        """
+        """Reserve the run, and finish or remove what a killed writer has left. BusyError if another process has it."""
         return
 
     def release(self) -> None:
@@ -129,10 +126,7 @@ class StepBackend(ABC):
 
     @abstractmethod
     def remove_all(self, paths: Sequence[Path]) -> dict[Path, TensorkeepError]:
-        """Delete steps, complete or damaged; return the steps that could not be deleted, with the errors.
-
-        A step that is gone already is not an error.
-        """
+        """Delete steps that exist; return the steps that could not be deleted, with the errors."""
 
     def snapshot(self) -> Self:
         """Return a backend that looks at the steps once, for a deletion that is first planned and then done."""
@@ -153,10 +147,7 @@ class StepBackend(ABC):
             raise error
 
     def delete_unwanted(self, rule: Keep, protect: Collection[int] = ()) -> list[Step]:
-        """Delete the steps that a rule does not keep, except for protected ones; return the deleted steps.
-
-        If one step cannot be deleted, others still are; `take_warnings` reports the error.
-        """
+        """Delete the steps that a rule does not keep, as far as possible, and return them; see `take_warnings`."""
         with self._deleting:
             seen = self.snapshot()
             steps = unwanted(rule, seen.listing().steps, protect)
@@ -190,11 +181,7 @@ class SingleTierBackend(StepBackend):
 
     @abstractmethod
     def not_removable(self, paths: Sequence[Path]) -> dict[Path, TensorkeepError]:
-        """Return the paths that are not deleted, with the reasons.
-
-        UsageError: the step contains foreign files. NotACheckpointError: the path is not a step, or has lost its
-        manifest.
-        """
+        """Return the paths that are not steps, have lost their manifest or contain foreign files, with the reasons."""
 
     def remove(self, path: Path) -> None:
         """Delete a step; raises the errors of `not_removable`. A step that is gone already is not an error."""

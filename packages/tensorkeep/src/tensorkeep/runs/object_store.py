@@ -85,10 +85,7 @@ def find_garbage(
     now: datetime,
     grace: timedelta,
 ) -> Garbage:
-    """Return the objects below the steps of a run that can be deleted now or later.
-
-    An object remains if a manifest refers to it, or a tombstone younger than the grace period.
-    """
+    """Return the objects that no manifest, and no tombstone younger than the grace period, refers to."""
     used = _referenced(manifests, objects)
     # A later save may have given the name of a deleted object to a new one, which the tombstone does not mean.
     meant = {

@@ -117,10 +117,7 @@ class Garbage:
 
 
 def step_number(number: SupportsIndex, root: PathLike | None = None) -> int:
-    """Return a step number as an int; integers of numpy and torch are accepted.
-
-    Raises UsageError if it is negative, not an integer, or has more than 18 digits.
-    """
+    """Return a number, also of numpy or torch, as an int; UsageError if it is negative or has over 18 digits."""
     try:
         # A bool is an int in Python, but `save(True, ...)` is a mistake.
         found = -1 if isinstance(number, bool) else operator.index(number)
@@ -150,10 +147,7 @@ def step_of(path: Path, number: int, summary: CheckpointSummary) -> Step:
 
 
 def check_is_step(path: Path, foreign: Sequence[str] | None = None) -> None:
-    """Check that a path is a native checkpoint and contains no foreign files; ``foreign`` names them if known.
-
-    Raises NotACheckpointError if it is not a checkpoint, UsageError if it contains foreign files.
-    """
+    """Raises NotACheckpointError unless it is a native checkpoint, UsageError if it contains foreign files."""
     if foreign is None:
         if not is_native(path):
             raise NotACheckpointError(

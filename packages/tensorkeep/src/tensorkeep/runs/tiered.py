@@ -93,10 +93,7 @@ class LocalTier:
 
 
 class TieredBackend(StepBackend):
-    """A folder of steps on a disk, and the copies of the steps in an object store.
-
-    After each upload, ``rule`` chooses the steps that remain in the store.
-    """
+    """A folder of steps on a disk, and the copies of the steps in an object store."""
 
     def __init__(self, tier: LocalTier, store: StorePath, rule: Keep) -> None:
         super().__init__(absolute(checked_path(tier.folder)))
@@ -135,10 +132,7 @@ class TieredBackend(StepBackend):
         return super().find(number)
 
     def listing(self) -> StepListing:
-        """List the steps on the disk, and the further steps in the store; warn if the store does not answer.
-
-        Raises StoreError if the disk has no step either.
-        """
+        """List the steps on the disk, and the further steps in the store; warn if the store does not answer."""
         disk = self._disk.listing()
         try:
             return self._with_store(disk)
@@ -324,17 +318,15 @@ def _warn(message: str) -> None:
 
 
 class Uploader:
-    """Uploads the steps of a folder in a background thread, by number, until no step waits or the store fails.
-
-    The thread then ends; `add` and `start` begin a new one.
-    """
+    """Uploads the steps of a folder in a background thread, by number, until no step waits or the store fails."""
 
     def __init__(self, root: Path, store: StorePath, bytes_per_second: int | None, backend: TieredBackend) -> None:
         self._root = root
         self._store = store
         self._throttle = Throttle(bytes_per_second)
         self._backend = backend
-        # Always taken by `with self._lock`, never by `with self._changed`: a condition is entered by Python code, and
+        # The thread ends when no step waits or the store has failed; `add` and `start` begin a new one. The lock is
+        # always taken by `with self._lock`, never by `with self._changed`: a condition is entered by Python code, and
         # Ctrl-C could come between taking the lock and entering the block.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -460,10 +452,7 @@ class Uploader:
             self._refuse(number, error)
 
     def _look_at_copy(self, number: int, *, replace: bool) -> bool:
-        """Record the copy in the store; with ``replace``, a damaged copy waits to be replaced.
-
-        Return False if the store has another step of that number, or a damaged copy that stays. Raises as `find_copy`.
-        """
+        """Record the copy in the store, or replace a damaged one; False for another step, or one that stays damaged."""
         source, destination = self._paths(number)
         copy = find_copy(source, destination)
         if copy is None:

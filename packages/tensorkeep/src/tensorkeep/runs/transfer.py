@@ -72,12 +72,7 @@ class Transfer:
 def copy_to_store(
     source: Path, destination: StorePath, transfer: Transfer, *, earlier: Iterable[StoredCopy] = (), overwrite: bool
 ) -> StoredCopy:
-    """Copy a native checkpoint into a store; ``earlier`` are copies of other checkpoints of the same folder.
-
-    Raises NotACheckpointError if the source does not exist; CorruptCheckpointError if it is damaged or cannot be read;
-    UnsupportedError if many ranks saved it; DestinationExistsError if the store has a checkpoint there and
-    ``overwrite`` is not set; StoreError if the store fails; Cancelled.
-    """
+    """Copy a native checkpoint into a store; ``earlier`` are copies of other checkpoints of the same folder."""
     with closing(OpenFiles(source, OpenSettings(pool=BufferPool(MINIMUM_BUDGET)))) as opened:
         manifest = opened.manifest
         if isinstance(manifest, Root):
@@ -101,10 +96,7 @@ def copy_to_store(
 
 
 def find_copy(source: Path, destination: StorePath) -> StoredCopy | None:
-    """Return the copy of a checkpoint that a store has; None if the destination is another checkpoint.
-
-    Raises NotACheckpointError if the source or the copy does not exist; CorruptCheckpointError for a damaged manifest.
-    """
+    """Return the copy of a checkpoint that a store has; None if the destination is another checkpoint."""
     with open_directory(source) as own, open_directory(destination) as stored:
         manifest, other = manifests.read(own), manifests.read(stored)
         if isinstance(manifest, Root) or isinstance(other, Root) or _comparable(manifest) != _comparable(other):
@@ -229,13 +221,7 @@ def _copy_files(
 
 
 def copy_budget(most_bytes: int) -> int:
-    """Return the memory to copy files of at most ``most_bytes``; larger files are sent in larger parts.
-
-    Examples
-    --------
-    >>> copy_budget(1024**3) // 1024**2, copy_budget(1024**4) // 1024**2
-    (64, 420)
-    """
+    """Return the memory to copy files of at most ``most_bytes``; larger files are sent in larger parts."""
     return max(MINIMUM_BUDGET, _PARTS_IN_MEMORY * part_bytes(most_bytes))
 
 

@@ -200,11 +200,7 @@ def _aliases_in(group: list[_Candidate]) -> dict[str, Alias]:
 def sharing_conflict(
     leaves: Mapping[str, Leaf], saved: Mapping[str, Alias], chosen: Collection[str]
 ) -> tuple[str, str] | None:
-    """Return two leaves that share memory although the checkpoint has different elements there.
-
-    ``saved`` has the elements of leaves with the saved shape and dtype. Sharing among leaves that are not ``chosen`` is
-    ignored.
-    """
+    """Return two leaves that share memory although the checkpoint has different elements there."""
     extents = {name: extent_of(leaf) for name, leaf in leaves.items() if leaf.nbytes}
     mappings = {name: _mapping(leaves[name], extent, saved.get(name)) for name, extent in extents.items()}
     # Swept by address: only leaves that begin before another ends can share with it.

@@ -143,15 +143,12 @@ class Source(Protocol):
 
 @dataclass(slots=True)
 class Leaf:
-    """One tensor or array of a state in memory; a `Source` that can also be overwritten.
-
-    ``name`` is its dotted path, ``kind`` what the value is in the state. ``array`` is the data, detached from autograd,
-    sharing the value's memory (a numpy scalar's is a copy).
-    """
+    """One tensor or array of a state in memory; a `Source` that can also be overwritten."""
 
     name: str
     kind: LeafKind
     dtype: DType
+    # The data, detached from autograd, in the value's memory; a copy of a numpy scalar.
     array: Array
     requires_grad: bool = False
     # Stored, because a save reads them many times.
@@ -164,11 +161,7 @@ class Leaf:
 
     @classmethod
     def of(cls, name: str, value: object) -> "Leaf | None":
-        """None for any other value.
-
-        Raises UnsupportedLeafError if a tensor or array cannot be stored: sparse, quantised, nested, without data, of a
-        subclass, or of a dtype that is not in the table.
-        """
+        """None for any other value. Raises UnsupportedLeafError if a tensor or array cannot be stored."""
         if isinstance(value, np.generic):
             return cls(name, "npscalar", check_numpy(name, value.dtype), np.array(value))
         if isinstance(value, np.ndarray):
@@ -202,11 +195,7 @@ class Leaf:
         return not may_overlap(self.shape, strides, 1 if self.is_torch else self.dtype.itemsize)
 
     def host_bytes(self) -> Bytes | None:
-        """Return the stream as a view of the value's memory, a uint8 array of shape (nbytes,).
-
-        None if the memory is not the stream. Raises UnsupportedLeafError if a tensor's memory was freed or made
-        smaller.
-        """
+        """Return the stream as a view of the value's memory, or None; UnsupportedLeafError if memory was freed."""
         if self.nbytes == 0:
             return np.empty(0, np.uint8)
         if not self.is_torch:

@@ -40,22 +40,15 @@ def display(path: KeyPath) -> str:
 
 
 def assign_names(paths: Sequence[KeyPath]) -> list[str]:
-    """Return a unique name for each path of keys from a state to a leaf; the paths are all different.
-
-    No name has a NUL, is empty or ``__metadata__``. Names that share their first key are unique without it, too.
-
-    Examples
-    --------
-    >>> assign_names([("model", "w"), ("model", "a.b"), ("model", "a", "b")])
-    ['model.w', 'model.a%2Eb', 'model.a.b']
-    """
+    """Return a unique name for each path of keys: ``model.w``, or ``model.a%2Eb`` where ``model.a.b`` is taken."""
     if list(paths) == [()]:
         return [BARE_NAME]
     # Keys are joined by dots, so that a plain ``state_dict`` keeps the names that other tools expect. A path is escaped
     # only if its name is ambiguous (``{"a": {"b": t}, "a.b": u}``, ``{1: t, "1": u}``) or reserved, or a key is empty:
     # within a key ``.``, ``%`` and NUL become ``%2E``, ``%25`` and ``%00``; an empty key becomes ``%``; keys that are
     # not strings become ``%i1``, ``%True``, ``%None``, ``%r1%2E5``, ``%r(1, 'a')``. Names are never parsed back,
-    # because the skeleton has the keys. They depend only on the set of paths, not on its order.
+    # because the skeleton has the keys. They depend only on the set of paths, not on its order. No name has a NUL, is
+    # empty or `__metadata__`. Names that share their first key are unique without it, too.
     escaped = {index for index, path in enumerate(paths) if not _is_natural(path)}
     while True:
         names = [_join(path, index in escaped) for index, path in enumerate(paths)]
@@ -72,11 +65,8 @@ def assign_names(paths: Sequence[KeyPath]) -> list[str]:
 
 
 def assign_parts(paths: Sequence[KeyPath], names: Sequence[str], *, is_dict: bool) -> dict[str, tuple[str, str]]:
-    """Return each leaf's part and its name relative to the part.
-
-    Each container at the top is a part; tensors at the top form the part ``model``, or ``top`` if there is a container
-    ``model``.
-    """
+    """Return each leaf's part and its name relative to the part."""
+    # Each container at the top is a part; tensors at the top form the part `model`, or `top` if that is a container.
     if not is_dict:
         return {name: (DEFAULT_PART, name) for name in names}
     keys = {_distinct(path[0]): path[0] for path in paths if len(path) > 1}

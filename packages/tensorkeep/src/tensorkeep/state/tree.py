@@ -25,22 +25,11 @@ class Flat(Generic[S_co]):
 
 
 def flatten(state: object, *, sharded: bool = False, placeholders: bool = False) -> Flat[Leaf]:
-    """Split a nested state into its skeleton and its leaves; no tensor is copied.
+    """Split a nested state into its skeleton and its leaves, without a copy; UnsupportedLeafError, or placeholders.
 
-    With ``sharded``, each DTensor is a `ShardedLeaf`; otherwise it is refused. With ``placeholders``, a
-    `Placeholder` takes the place of a value that would be refused.
-
-    Warns of attributes of tensors, which are not stored. Raises UnsupportedLeafError for the first value that cannot be
-    saved; the error names the key and a remedy.
-
-    Examples
-    --------
     >>> import numpy as np
-    >>> flat = flatten({"model": {"w": np.zeros((2, 3), np.float32)}, "step": 7})
-    >>> flat.skeleton
+    >>> flatten({"model": {"w": np.zeros((2, 3), np.float32)}, "step": 7}).skeleton
     {'dict': {'model': {'dict': {'w': {'ndarray': 'model.w'}}}, 'step': 7}}
-    >>> flat.leaves["model.w"].shape
-    (2, 3)
     """
     skeleton, writer = _encode(state, sharded=sharded, placeholders=placeholders)
     found = writer.leaves
@@ -81,12 +70,7 @@ def _encode(state: object, *, sharded: bool, placeholders: bool) -> tuple[object
 
 
 def unflatten(skeleton: object, values: Mapping[str, Array], *, as_is: Collection[str] = ()) -> Any:
-    """Rebuild a state from a skeleton, which may come from a file.
-
-    If two names have the same object, so has the state. The values named in ``as_is`` are used unchanged. Raises
-    ValueError if the skeleton is malformed or names a leaf that ``values`` lacks; UnsupportedError for a class that is
-    not registered or has other fields now.
-    """
+    """Rebuild a state from a skeleton, which may come from a file. Raises ValueError or UnsupportedError."""
     return SkeletonReader(values, as_is=as_is).decode(skeleton)
 
 
