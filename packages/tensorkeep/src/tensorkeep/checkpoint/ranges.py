@@ -104,15 +104,18 @@ def read_all(
     progress: Progress | None = None,
     on_error: Callable[[Exception], None] | None = None,
     extent: Callable[[str], int] | None = None,
+    boxes: Iterable[tuple[str, TensorShard]] = (),
 ) -> None:
     """Read stored tensors in parallel into their destinations; a tensor with None is checked and discarded."""
     # `untouched` destinations are newly allocated. `on_error` is called instead of raising the first error, and the
-    # other ranges are read. `extent` returns how many bytes of a tensor to read from its start.
+    # other ranges are read. `extent` returns how many bytes of a tensor to read from its start. `boxes` are filled from
+    # the stored tensors that are named with them.
     shards = {name: leaf for name, leaf in destinations.items() if isinstance(leaf, ShardedLeaf)}
+    boxes = [*boxes, *((name, piece) for name, leaf in shards.items() for piece in leaf.pieces())]
     sizes = {
         name: extent(name) if extent else reader.flat.leaves[name].nbytes for name in destinations if name not in shards
     }
-    meter = Meter(sum(sizes.values()) + sum(map(bytes_here, shards.values())), progress)
+    meter = Meter(sum(sizes.values()) + sum(piece.nbytes for _, piece in boxes), progress)
     # One for the whole load: what is learned about page sizes holds for all tensors.
     pages = NewPages()
 
@@ -134,12 +137,12 @@ def read_all(
 
     pieces = (
         partial(read_part, read, nbytes)
-        for name, leaf in shards.items()
-        for piece in leaf.pieces()
+        for name, piece in boxes
         for read, nbytes in reads_of(reader, name, piece, pool)
     )
     # A block's stored bytes, and its raw bytes if they cannot be decoded in place.
-    block_bytes = max(map(reader.block_bytes, destinations), default=BLOCK_BYTES)
+    names = {*destinations, *(name for name, _ in boxes)}
+    block_bytes = max(map(reader.block_bytes, names), default=BLOCK_BYTES)
     usable = pool.threads(threads, thread_bytes(block_bytes, buffers=reader.buffers))
     whole = ((name, *each) for name, nbytes in sizes.items() for each in grid(0, nbytes, reader.block_bytes(name)))
     parallel.run(chain((partial(task, group) for group in grouped(whole)), pieces), usable)
@@ -241,20 +244,20 @@ def fill(
         _read(reader, stored, begin, end, leaf, pool, pages, first=first)
 
 
-def fill_from_view(reader: Reader, leaf: ShardedLeaf, pool: BufferPool) -> None:
-    """Fill a DTensor from a view; the stored tensor is loaded in full unless the view is full, too."""
-    alias = reader.flat.aliases[leaf.name]
+def fill_from_view(reader: Reader, name: str, boxes: Iterable[TensorShard], pool: BufferPool) -> None:
+    """Fill boxes of a tensor that is a view; the view is loaded in full unless it is the stored tensor."""
+    alias, entry = reader.flat.aliases[name], reader.entries[name]
     if alias.is_full(reader.flat.leaves[alias.of].shape):
-        for piece in leaf.pieces():
-            for read, _ in reads_of(reader, alias.of, piece, pool):
+        for box in boxes:
+            for read, _ in reads_of(reader, alias.of, box, pool):
                 read()
         return
-    kind: LeafKind = "tensor"
-    full = Leaf(leaf.name, kind, leaf.dtype, allocate(kind, leaf.dtype, leaf.shape))
-    fill(reader, leaf.name, full, pool, NewPages())
-    for piece in leaf.pieces():
-        own = full.array[box_of(piece.offsets, piece.shape)]
-        copy_range(Leaf(leaf.name, kind, leaf.dtype, own), 0, piece, pool)
+    # Then each box is copied: the strides of a view may differ from the strides of the stored tensor.
+    full = Leaf(name, "tensor", entry.dtype, allocate("tensor", entry.dtype, entry.shape))
+    fill(reader, name, full, pool, NewPages())
+    for box in boxes:
+        own = full.array[box_of(box.offsets, box.shape)]
+        copy_range(Leaf(name, "tensor", entry.dtype, own), 0, box, pool)
 
 
 def strided_view(reader: Reader, name: str, kind: LeafKind, pool: BufferPool) -> Leaf:
@@ -370,7 +373,7 @@ class CopyPlan:
         cuda.wait_for_copies(self._memory.values())
         for leaf in self._views:
             if isinstance(leaf, ShardedLeaf):
-                fill_from_view(self._reader, leaf, pool)
+                fill_from_view(self._reader, leaf.name, leaf.pieces(), pool)
                 continue
             place = contiguous_in(self._reader, leaf.name)
             if place is not None and place[0] in self._stored:

@@ -22,19 +22,16 @@ from torch.futures import Future
 
 from tensorkeep.checkpoint.match import rebuild, refuse_placeholders_of
 from tensorkeep.checkpoint.options import AllowOption, MemorySize, open_settings, thread_count
-from tensorkeep.checkpoint.ranges import CopyPlan, NewPages, copy_range, fill, reads_of
+from tensorkeep.checkpoint.ranges import CopyPlan, fill_from_view, read_all
 from tensorkeep.checkpoint.stateful import paths_to
 from tensorkeep.errors import PathLike, StateMismatchError, UnsupportedError, UsageError
-from tensorkeep.formats.base import BLOCK_BYTES, Reader, thread_bytes
-from tensorkeep.formats.boxes import box_of
+from tensorkeep.formats.base import Reader
 from tensorkeep.formats.finding import open_reader
 from tensorkeep.paths import StorePath, as_path
 from tensorkeep.runs.address import checkpoint_path
 from tensorkeep.state import cuda
 from tensorkeep.state.dtypes import check_torch
-from tensorkeep.state.leaf import Leaf, allocate
 from tensorkeep.state.sharded import TensorShard
-from tensorkeep.storage import parallel
 from tensorkeep.storage.buffers import DEFAULT_BUDGET, BufferPool
 
 
@@ -120,27 +117,15 @@ def read_pieces(reader: Reader, pieces: Sequence[TensorShard], threads: int, poo
     views: list[TensorShard] = []
     for piece in pieces:
         alias = reader.flat.aliases.get(piece.name)
-        if alias is None:
-            stored.append((piece.name, piece))
-        elif alias.is_full(reader.flat.leaves[alias.of].shape):
-            stored.append((alias.of, piece))
-        else:
-            # A view of part of a tensor is not one of its boxes.
+        # A view of part of a tensor is not one of its boxes.
+        if alias is not None and not alias.is_full(reader.flat.leaves[alias.of].shape):
             views.append(piece)
-    tasks = (read for name, piece in stored for read, _ in reads_of(reader, name, piece, pool))
-    block_bytes = max((reader.block_bytes(name) for name, _ in stored), default=BLOCK_BYTES)
-    parallel.run(tasks, pool.threads(threads, thread_bytes(block_bytes, buffers=reader.buffers)))
+        else:
+            stored.append((piece.name if alias is None else alias.of, piece))
+    read_all(reader, {}, boxes=stored, threads=threads, pool=pool)
     cuda.wait_for_copies(pieces)
     for piece in views:
-        _fill_from_view(reader, piece, pool)
-
-
-def _fill_from_view(reader: Reader, piece: TensorShard, pool: BufferPool) -> None:
-    # Load the full view, then copy the piece: the strides of a view may differ from the strides of the tensor.
-    full = Leaf(piece.name, "tensor", piece.dtype, allocate("tensor", piece.dtype, piece.whole))
-    fill(reader, piece.name, full, pool, NewPages())
-    own = full.array[box_of(piece.offsets, piece.shape)]
-    copy_range(Leaf(piece.name, "tensor", piece.dtype, own), 0, piece, pool)
+        fill_from_view(reader, piece.name, [piece], pool)
 
 
 class DcpReader(StorageReader):

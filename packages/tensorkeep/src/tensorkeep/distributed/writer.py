@@ -4,7 +4,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from tensorkeep.checkpoint.background import SaveMemory, checked_budget
 from tensorkeep.checkpoint.options import MemorySize, SettingsSource
-from tensorkeep.checkpoint.saving import SaveRequest, check_request
+from tensorkeep.checkpoint.saving import check_request
 from tensorkeep.errors import PathLike, RanksDisagreeError, UnsupportedLeafError, UsageError
 from tensorkeep.formats.base import WriteResult as FormatResult
 from tensorkeep.formats.native.directory import is_replaceable
@@ -207,29 +207,23 @@ class BegunSave:
     """The coordinator's temporary folder. Raises DestinationExistsError, BusyError, StoreError as `Commit`."""
 
     is_writing: bool
+    end: Callable[[], object]
 
     def __init__(self, destination: Path, *, overwrite: bool) -> None:
         earlier: BegunSave | None = _begun.get(destination)
         if earlier is not None and not earlier.is_writing:
-            earlier.abandon()
+            earlier.end()
         # Saves that were killed may have left folders beside it.
         finish_saves(absolute(destination).parent)
         commit = Commit(destination, directory=True, overwrite=overwrite, replaceable=is_replaceable)
         commit.__enter__()
-        # The commit is a context manager, but begins and ends in different calls of DCP.
-        self._end = weakref.finalize(self, commit.__exit__, None, None, None)
+        # The commit is a context manager, but begins and ends in different calls of DCP. The end removes the folder
+        # unless it was published.
+        self.end = weakref.finalize(self, commit.__exit__, None, None, None)
         self.commit = commit
         self.name = secrets.token_hex(16)
         self.is_writing = False
         _begun[destination] = self
-
-    def publish(self) -> None:
-        self.commit.publish()
-        self._end()
-
-    def abandon(self) -> None:
-        """Remove the folder, unless it was published or removed."""
-        self._end()
 
 
 # DCP does not call the coordinator's writer when another rank fails. The folder is then removed when the writer is
@@ -293,35 +287,24 @@ class DcpWriter(StorageWriter):
             raise UsageError(
                 "compression='auto' measures one process, and here many write", remedy="give 'none' or 'lossless'"
             )
-        self._arguments = {
-            "path": path,
+        arguments: dict[str, Any] = {
             "compression": compression,
             "overwrite": overwrite,
             "metadata": metadata,
             "threads": threads,
             "memory_budget": memory_budget,
             "settings": settings,
-            **options,
         }
+        self._arguments = {**arguments, **options}
         self._path = None if path is None else checked_path(path)
-        self._request: SaveRequest = check_request(
-            self._path or "checkpoint",
-            compression=compression,
-            format="native",
-            overwrite=overwrite,
-            metadata=metadata,
-            threads=threads,
-            memory_budget=memory_budget,
-            settings=settings,
-            options=options,
-        )
+        self._request = check_request(self._path or "checkpoint", format="native", options=options, **arguments)
         self._budget = checked_budget(self._request.memory_budget, background=False)
         self._rank = 0
         self._begun: BegunSave | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # `async_save` with processes sends the writer to another process.
-        return partial(DcpWriter, **{**self._arguments, "path": self._path}), ()
+        return partial(DcpWriter, self._path, **self._arguments), ()
 
     @property
     def checkpoint_id(self) -> PathLike | None:
@@ -391,7 +374,7 @@ class DcpWriter(StorageWriter):
             written = self._write(state, together)
         except BaseException:
             if begun is not None:
-                begun.abandon()
+                begun.end()
             raise
         finally:
             if begun is not None:
@@ -424,10 +407,9 @@ class DcpWriter(StorageWriter):
             flat = merge_rank_states(metadata, [rank.description for rank in ranks])
             root = plan_root(flat, self._request.write, save=begun.name, ranks=len(ranks))
             write_root(begun.commit.path, root, [rank.report for rank in ranks])
-            begun.publish()
-        except BaseException:
-            begun.abandon()
-            raise
+            begun.commit.publish()
+        finally:
+            begun.end()
 
     def _write(self, state: RankState, together: "_DcpRank") -> FormatResult:
         assert self._path is not None
