@@ -1,6 +1,5 @@
 """Files of checkpoints as memory: mapped from a disk, or fetched from an object store when they are used."""
 
-import ctypes
 import io
 import itertools
 import mmap
@@ -9,62 +8,53 @@ import threading
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tensorkeep.closing import Closing
-from tensorkeep.errors import StoreError
-from tensorkeep.machine import libc, memory_file
 from tensorkeep.storage import parallel
 from tensorkeep.storage.base import SourceFile
-from tensorkeep.storage.direct_io import Bytes, close, store_errors
+from tensorkeep.storage.direct_io import Bytes, store_errors
 from tensorkeep.storage.store_requests import SMALL_REQUESTS
 
 # The unit of fetching and freeing; a multiple of the page size, because freeing works on pages.
 _PIECE = 16 * 1024
 _MOST_PIECES = 8 * 1024**2 // _PIECE  # in one request
 
+_MAP_NORESERVE = 0x4000  # of Linux; Python has no name for it
+
 _MISSING, _COMING, _HERE = range(3)
 
 
-class MappedFile(Closing):
-    """A file as memory.
+class MappedFile:
+    """A file as memory; read ``content`` only inside ``with file.needed(...)`` or ``with file.needed_by(view)``."""
 
-    Read ``content`` only inside ``with file.needed(...)`` or ``with file.needed_by(view)``. The memory outlives
-    `close`.
-    """
+    def __init__(self, path: Path, content: Bytes) -> None:
+        self.path = path
+        self.size = len(content)
+        self.content = content
 
-    def __init__(self, file: SourceFile) -> None:
-        self.path = file.path
-        self.size = file.size
-        # Mapping an empty file is an error.
-        self.content: Bytes = file.map_private() if file.size else np.empty(0, np.uint8)
-
-    @contextmanager
-    def needed(self, start: int, stop: int) -> Iterator[None]:
+    def needed(self, start: int, stop: int) -> AbstractContextManager[None]:
         """Use a range of the file in a block; from any thread."""
-        yield
+        return nullcontext()
 
     def needed_by(self, view: npt.NDArray[Any]) -> AbstractContextManager[None]:
         """Use a view of ``content`` in a block; its strides must not be negative. From any thread."""
-        steps = zip(view.shape, view.strides, strict=True)
-        start = view.ctypes.data - self.content.ctypes.data
-        # The last byte of a view with gaps: everything between its first and last element counts.
-        end = start + sum((length - 1) * stride for length, stride in steps) + view.itemsize
-        return self.needed(start, end) if view.size else self.needed(0, 0)
+        return nullcontext()
+
+    def all_needed(self, ranges: Iterable[tuple[int, int]]) -> AbstractContextManager[None]:
+        """Use several ranges in a block; many requests at once fetch them."""
+        return nullcontext()
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Fetch ranges that are needed soon, with many requests at once."""
 
     def stream(self, start: int = 0, stop: int | None = None) -> io.BufferedReader:
         return io.BufferedReader(_Part(self, start, self.size if stop is None else stop))
-
-    def close(self) -> None:
-        """Do nothing: a mapping keeps no descriptor."""
 
 
 class FetchedParts:
@@ -119,16 +109,12 @@ class FetchedParts:
                 self._count(number, -file.give_back(first, last, time))
 
 
-# A fetched object is an unnamed file in memory (memfd), as long as the object, and sparse: pieces appear when they are
-# needed, and are punched out again over the budget. Parsers see one array in both cases.
+# The memory of a fetched object is as long as the object, and sparse: pieces appear when they are needed, and their
+# pages are freed again over the budget. Parsers see one array in both cases.
 class FetchedFile(MappedFile):
-    """An object of a store as memory. Until `close`, libraries can map ``fd_path`` themselves."""
+    """An object of a store as memory."""
 
     def __init__(self, file: SourceFile, parts: FetchedParts) -> None:
-        import torch
-
-        self.path = file.path
-        self.size = file.size
         self.source = file
         self._parts = parts
         self._number = parts.add(self)
@@ -138,20 +124,12 @@ class FetchedFile(MappedFile):
         self._users = np.zeros(count, np.int32)
         self._times = np.zeros(count, np.int64)
         self._failure: BaseException | None = None
-        with store_errors(self.path, "reserve memory for it"):
-            self._fd = memory_file()
-            os.ftruncate(self._fd, file.size)
-        self.content = np.empty(0, np.uint8)
-        try:
-            if file.size:
-                self.content = torch.from_file(self.fd_path, shared=True, size=file.size, dtype=torch.uint8).numpy()
-        except RuntimeError as error:
-            self.close()
-            raise StoreError(f"cannot reserve memory for it ({error})", path=self.path) from error
-
-    @property
-    def fd_path(self) -> str:
-        return f"/proc/self/fd/{self._fd}"
+        with store_errors(file.path, "reserve memory for it"):
+            # Not reserved: an object may be larger than the memory, because only some of it is present at a time.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+            # An empty mapping is an error.
+            self._memory = mmap.mmap(-1, max(file.size, 1), flags=flags)
+        super().__init__(file.path, np.frombuffer(self._memory, np.uint8, file.size))
 
     @contextmanager
     def needed(self, start: int, stop: int) -> Iterator[None]:
@@ -174,6 +152,22 @@ class FetchedFile(MappedFile):
                 self._users[first:last] -= 1
                 self._times[first:last] = self._parts.used(self._number, first, last)
                 self._parts.give_back()
+
+    def needed_by(self, view: npt.NDArray[Any]) -> AbstractContextManager[None]:
+        steps = zip(view.shape, view.strides, strict=True)
+        start = view.ctypes.data - self.content.ctypes.data
+        # The last byte of a view with gaps: everything between its first and last element counts.
+        end = start + sum((length - 1) * stride for length, stride in steps) + view.itemsize
+        return self.needed(start, end) if view.size else nullcontext()
+
+    @contextmanager
+    def all_needed(self, ranges: Iterable[tuple[int, int]]) -> Iterator[None]:
+        ranges = [*ranges]
+        self.prefetch(ranges)
+        with ExitStack() as stack:
+            for start, stop in ranges:
+                stack.enter_context(self.needed(start, stop))
+            yield
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         parallel.run((partial(self._touch, start, stop) for start, stop in ranges), SMALL_REQUESTS)
@@ -236,30 +230,13 @@ class FetchedFile(MappedFile):
         edges = np.flatnonzero(np.diff(np.concatenate(([0], idle.view(np.int8), [0]))))
         count = 0
         for begin, end in (edges.reshape(-1, 2) + first).tolist():
-            # MADV_REMOVE punches a hole into the file, so that all mappings lose the pages.
-            address = ctypes.c_void_p(self.content.ctypes.data + begin * _PIECE)
-            if libc().madvise(address, ctypes.c_size_t((end - begin) * _PIECE), mmap.MADV_REMOVE) == 0:
-                self._states[begin:end] = _MISSING
-                count += end - begin
+            try:
+                self._memory.madvise(mmap.MADV_DONTNEED, begin * _PIECE, (end - begin) * _PIECE)
+            except OSError:
+                continue  # the process has locked its memory
+            self._states[begin:end] = _MISSING
+            count += end - begin
         return count
-
-    def mapped_at(self) -> int | None:
-        """Return the address of a library's private mapping of the file; None without one."""
-        with store_errors(self.path, "find it in memory"), open("/proc/self/maps", encoding="utf-8") as maps:
-            status = os.fstat(self._fd)
-            device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
-            for line in maps:
-                addresses, flags, offset, *place = line.split(maxsplit=5)
-                # The device and inode identify the file; "p" is a private mapping, ours is shared.
-                if place[:2] == [device, str(status.st_ino)] and flags[3] == "p" and int(offset, 16) == 0:
-                    return int(addresses.partition("-")[0], 16)
-        return None
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            # A second call does nothing, and never closes a descriptor that another file has got since.
-            fd, self._fd = self._fd, -1
-            close(fd)
 
 
 def stream_of(file: SourceFile) -> io.BufferedReader:
@@ -269,11 +246,10 @@ def stream_of(file: SourceFile) -> io.BufferedReader:
 
 
 def map_file(file: SourceFile, parts: FetchedParts) -> MappedFile:
-    if not file.ranges_are_requests:
-        return MappedFile(file)
-    # The descriptor is only for libraries; the memory stays mapped without it.
-    with FetchedFile(file, parts) as fetched:
-        return fetched
+    if file.ranges_are_requests:
+        return FetchedFile(file, parts)
+    # Mapping an empty file is an error.
+    return MappedFile(file.path, file.map_private() if file.size else np.empty(0, np.uint8))
 
 
 class _Part(io.RawIOBase):

@@ -2,12 +2,11 @@
 
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +36,17 @@ if TYPE_CHECKING:
 _MAX_METADATA_BYTES = 1024**3
 
 
+class TensorLayout(NamedTuple):
+    """Where a tensor has its elements: offset and strides, in elements, in the storage ``key`` of ``nbytes`` bytes."""
+
+    dtype: "torch.dtype"
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    key: str
+    nbytes: int
+
+
 # A data file is a row of ``torch.save`` files, one for each chunk of a tensor and each plain value: the *pieces*.
 # Chunks stay in the mapped memory, in the layout that was saved, and a read assembles them.
 class TorchPiece:
@@ -51,35 +61,44 @@ class TorchPiece:
             self.archive = TorchZip(stream, location.length, file.path)
 
     def load_value(self, allow: Collection[str]) -> Unpickled:
-        import torch
-
         self.check()
         with self._file.needed_by(self._content):
             # A copy: a plain value is used after this block, when fetched pieces may be freed.
             content = np.array(self._content)
-        return load_untrusted(torch.from_numpy(content).untyped_storage(), self.archive, self._file.path, allow)
+        return load_untrusted(content, self.archive, self._file.path, allow)
 
-    def load_tensor(self) -> "torch.Tensor":
-        """Return a tensor over the mapped memory; ValueError if it is not a tensor that DCP saves."""
+    def load_tensor(self, layouts: dict[bytes, TensorLayout]) -> tuple[TensorLayout, Bytes]:
+        """Return layout and storage of a tensor; ValueError if it is not a tensor that DCP saves."""
+        headers = [(self._start + start, self._start + stop) for start, stop in self.archive.local_headers()]
+        # Rebuilding a tensor reads local headers only. Its storage is fetched when it is read.
+        with self._file.all_needed(headers):
+            # Chunks of the same shape have equal pickles. Decoding each would double the time of small chunks.
+            layout = layouts.get(self.archive.pickle)
+            if layout is None:
+                layout = layouts[self.archive.pickle] = self._layout()
+            start = self.archive.storage_start(layout.key, self._content)
+        storage = self._content[start : start + layout.nbytes]
+        if storage.size != layout.nbytes:
+            raise ValueError("its storage reaches beyond the end")
+        return layout, storage
+
+    def _layout(self) -> TensorLayout:
         import torch
 
-        # The storage is the mapped memory itself; nothing is copied.
-        storage = torch.from_numpy(self._content).untyped_storage()
-        with ExitStack() as stack:
-            # Rebuilding a tensor reads local headers only. Its storage is fetched when it is read.
-            for start, stop in self.archive.local_headers():
-                stack.enter_context(self._file.needed(self._start + start, self._start + stop))
-            found = load_untrusted(storage, self.archive, self._file.path)
+        found = load_untrusted(self._content, self.archive, self._file.path)
         if found.refusal is not None:
             raise found.refusal
         tensor = found.state
-        if not isinstance(tensor, torch.Tensor) or tensor.is_conj() or tensor.is_neg():
+        if not isinstance(tensor, torch.Tensor) or tensor.is_conj() or tensor.is_neg() or len(found.storages) != 1:
             # Torch negates and conjugates lazily, with a flag: the memory then has other values than the tensor.
             raise ValueError("it is not a plain tensor")
-        if tensor.nbytes > tensor.untyped_storage().nbytes():
+        storage = tensor.untyped_storage()
+        if tensor.nbytes > storage.nbytes():
             # An expanded tensor would claim more elements than the file has bytes.
             raise ValueError("its strides overlap, which DCP never saves")
-        return tensor.detach()
+        (key,) = found.storages
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        return TensorLayout(tensor.dtype, shape, strides, int(tensor.storage_offset()), key, storage.nbytes())
 
     def check(self) -> None:
         """Check every record; raises CorruptCheckpointError if one is damaged."""
@@ -103,13 +122,13 @@ class TensorChunk:
     array: npt.NDArray[Any]
     checksummed: bool
 
-    def __init__(self, tensor: TensorEntry, chunk: Chunk, file: MappedFile) -> None:
+    def __init__(self, tensor: TensorEntry, chunk: Chunk, file: MappedFile, layouts: dict[bytes, TensorLayout]) -> None:
         self.chunk = chunk
+        self._layouts = layouts
         self._tensor = tensor
         self._file = file
         self._lock = threading.Lock()
         self._check: StorageCheck | None = None
-        self._all_needed: Callable[[], AbstractContextManager[None]]
 
     def open(self, *, verify: bool) -> npt.NDArray[Any]:
         """Return the elements of the chunk, after a check of their CRC-32 if ``verify``."""
@@ -119,7 +138,7 @@ class TensorChunk:
                 with decoding(path, name, what="a chunk is not a tensor as torch saves it"):
                     self._check = self._open()
         if verify and self.checksummed:
-            self._check.run(self._all_needed, path, name)
+            self._check.run(self._file)
         return self.array
 
     def needed(self, elements: npt.NDArray[Any]) -> AbstractContextManager[None]:
@@ -127,24 +146,22 @@ class TensorChunk:
 
     def _open(self) -> StorageCheck:
         piece = TorchPiece(self._file, self.chunk.location)
-        tensor = piece.load_tensor()
+        found, storage = piece.load_tensor(self._layouts)
         dtype, shape = self._tensor.dtype, box_shape(self.chunk.box)
-        if tensor.dtype != dtype.torch or tuple(tensor.shape) != shape:
+        if found.dtype != dtype.torch or found.shape != shape:
             raise ValueError(
-                f"it is {tensor.dtype} of {list(tensor.shape)}, the metadata declares {dtype} of {list(shape)}"
+                f"it is {found.dtype} of {list(found.shape)}, the metadata declares {dtype} of {list(shape)}"
             )
-        check = StorageCheck(tensor.untyped_storage(), piece.archive)
         # Unsigned integers keep NaN payloads and work for dtypes that numpy lacks, such as bfloat16.
         bits = np.dtype(f"u{dtype.itemsize}" if dtype.itemsize <= 8 else "c16")
         if 0 in shape:
             self.array = np.empty(shape, bits)
         else:
-            strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
-            self.array = np.ndarray(shape, bits, check.content, tensor.storage_offset() * dtype.itemsize, strides)
+            strides = tuple(stride * dtype.itemsize for stride in found.strides)
+            self.array = np.ndarray(shape, bits, storage, found.offset * dtype.itemsize, strides)
         self.checksummed = piece.archive.checksummed
         # The CRC-32 covers the full storage, even if the chunk uses only a part.
-        self._all_needed = partial(self._file.needed_by, check.content)
-        return check
+        return StorageCheck(self._tensor.name, storage, piece.archive.storages)
 
 
 class DcpFormatReader(Reader):
@@ -169,8 +186,9 @@ class DcpFormatReader(Reader):
             )
         self._files = _map_files(directory, metadata, FetchedParts(self._budget))
         self._metadata = metadata
+        layouts: dict[bytes, TensorLayout] = {}  # by pickle
         self._chunks = {
-            name: [TensorChunk(tensor, chunk, self._files[chunk.location.file]) for chunk in tensor.chunks]
+            name: [TensorChunk(tensor, chunk, self._files[chunk.location.file], layouts) for chunk in tensor.chunks]
             for name, tensor in metadata.tensors.items()
         }
         self._unpickled: dict[str, Leaf] = {}  # tensors inside plain values

@@ -2,17 +2,14 @@
 
 import errno
 import io
-import os
 import pickle
 import shutil
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from functools import cached_property
+from collections.abc import Container, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from tensorkeep.errors import (
     CorruptCheckpointError,
@@ -22,15 +19,12 @@ from tensorkeep.errors import (
     UnsupportedError,
 )
 from tensorkeep.formats.finding import check_not_other
-from tensorkeep.formats.mapped_file import stream_of
+from tensorkeep.formats.mapped_file import MappedFile, stream_of
 from tensorkeep.formats.torch_file.pickles import Bounded, Global, Pairs, Recorder
-from tensorkeep.machine import available_bytes, memory_file
+from tensorkeep.machine import available_bytes
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.storage import first_bytes, open_file
-from tensorkeep.storage.direct_io import Bytes, store_error, store_errors
-
-if TYPE_CHECKING:
-    import torch
+from tensorkeep.storage.direct_io import Bytes, store_error
 
 # The dtypes of storage classes in pickles.
 STORAGES = {
@@ -229,7 +223,7 @@ class TorchZip:
         if total > size:
             raise CorruptCheckpointError(f"its records claim {total:,} bytes, the file has {size:,}", path=self._path)
 
-    def unpacked(self, file: BinaryIO) -> BinaryIO:
+    def unpacked(self, file: BinaryIO) -> io.BytesIO:
         """Return a copy of a compressed archive in memory, as torch writes it: uncompressed, aligned."""
         # The directory is untrusted, so the sizes that it claims are compared with limits before anything is inflated.
         needed = sum(info.file_size for info in self.records.values())
@@ -244,17 +238,16 @@ class TorchZip:
         # Half of the memory is left for the tensors of the load.
         if needed > available_bytes() // 2:
             raise OutOfMemoryError(f"takes {needed:,} bytes of memory to unpack", path=self._path)
-        with store_errors(self._path, "unpack it in memory"):
-            copy = os.fdopen(memory_file(), "w+b")
+        copy = io.BytesIO()
         try:
             with zipfile.ZipFile(file) as old, zipfile.ZipFile(copy, "w") as new:
                 for info in self.records.values():
                     with old.open(info) as source, new.open(_aligned(info, copy.tell()), "w") as target:
                         shutil.copyfileobj(source, target, _COPY_BYTES)
-        except BaseException as error:
-            copy.close()
-            if isinstance(error, TensorkeepError) or not isinstance(error, Exception):
-                raise
+        except (TensorkeepError, MemoryError):
+            raise
+        # Hostile bytes make `zipfile` raise a dozen types.
+        except Exception as error:
             raise CorruptCheckpointError(f"a compressed record is damaged ({error})", path=self._path) from error
         return copy
 
@@ -377,38 +370,29 @@ class OldFile:
 Archive = TorchZip | OldFile
 
 
-def storage_bytes(storage: "torch.UntypedStorage") -> Bytes:
-    """Return the memory of a storage as an array, without a copy."""
-    import torch
-
-    content: Bytes = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-    return content
-
-
 class StorageCheck:
     """Compares the CRC-32 of a storage with its archive, once, in the first thread that reads it."""
 
-    def __init__(self, storage: "torch.UntypedStorage", archive: Archive) -> None:
-        self._storage = storage
-        self._archive = archive
+    def __init__(self, name: str, content: Bytes, known: Container[tuple[int, int]]) -> None:
+        self.name = name  # of the first leaf in the storage
+        self.content = content
+        self._known = known  # length and CRC-32 of the storages in the archive
         self._is_intact: bool | None = None
         self._lock = threading.Lock()
 
-    @cached_property
-    def content(self) -> Bytes:
-        return storage_bytes(self._storage)
-
-    def run(self, needed: Callable[[], AbstractContextManager[None]], path: Path, name: str) -> None:
-        """Raise CorruptCheckpointError if the CRC-32 is wrong; ``needed`` makes the memory available in a block."""
+    def run(self, file: MappedFile) -> None:
+        """Raise CorruptCheckpointError if the CRC-32 is wrong."""
         if self._is_intact is None:
             # The lock comes second, so that threads that wait for it share the requests for the memory.
-            with needed(), self._lock:
+            with file.needed_by(self.content), self._lock:
                 if self._is_intact is None:
                     # The memory that tensors use is checked, and not the record of some name: a hostile pickle could
                     # name one record and a hostile directory place another one there.
-                    self._is_intact = (len(self.content), zlib.crc32(self.content)) in self._archive.storages
+                    self._is_intact = (len(self.content), zlib.crc32(self.content)) in self._known
         if not self._is_intact:
-            raise CorruptCheckpointError("the CRC-32 of its storage is wrong", path=path, name=name, remedy=DAMAGED)
+            raise CorruptCheckpointError(
+                "the CRC-32 of its storage is wrong", path=file.path, name=self.name, remedy=DAMAGED
+            )
 
 
 def _big_endian(path: Path) -> UnsupportedError:

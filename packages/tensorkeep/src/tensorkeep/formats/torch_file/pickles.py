@@ -75,7 +75,7 @@ def decode(content: bytes, allowed: Container[tuple[str, str]], what: str) -> An
 
 # Opcodes of Python's unpickler that make plain values, or that call `find_class` or `persistent_load`.
 _OPCODES = """
-PROTO FRAME MEMOIZE PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET MARK STOP POP POP_MARK DUP
+PROTO MEMOIZE PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET MARK POP POP_MARK DUP
 GLOBAL STACK_GLOBAL BINPERSID NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT
 STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8
 EMPTY_LIST LIST EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3
@@ -89,14 +89,14 @@ class Recorder(pickle._Unpickler):
     """
 
     # The C unpickler would allocate a memo as long as the largest index in the file; this one keeps a dict.
-    stack: list[Any]
     pop_mark: Callable[[], list[Any]]
-    read: Callable[[int], bytes]
-    append: Callable[[Any], None]
 
     def __init__(self, stream: Any) -> None:
         # Texts that Python 2 pickled may be arbitrary bytes.
         super().__init__(stream, encoding="utf-8", errors="surrogateescape")
+        # Frames are a hint to read more at once. Without them, no layer of Python lies between opcodes and stream.
+        self.read: Callable[[int], bytes] = stream.read
+        self.readline: Callable[[], bytes] = stream.readline
         # All classes and functions by full name, with their names in Python 3; then all persistent ids.
         self.globals: dict[str, Global] = {}
         self.references: list[Any] = []
@@ -104,8 +104,14 @@ class Recorder(pickle._Unpickler):
     def load(self) -> Any:
         """Return the value of the next pickle; ValueError if it is malformed or has an unknown opcode."""
         self.memo: dict[int, Any] = {}  # each pickle counts from 0
+        self.metastack: list[list[Any]] = []
+        self.stack: list[Any] = []
+        self.append = self.stack.append
+        read, dispatch = self.read, self.dispatch
         try:
-            return super().load()
+            while (opcode := read(1)) != pickle.STOP:
+                dispatch[ord(opcode)](self)
+            return self.stack.pop()
         except (TensorkeepError, MemoryError):
             raise
         # Hostile bytes make `pickle` raise a dozen types.
@@ -123,6 +129,9 @@ class Recorder(pickle._Unpickler):
     def persistent_load(self, pid: Any) -> PersistentId:
         self.references.append(pid)
         return PersistentId(pid)
+
+    def _frame(self) -> None:
+        self.read(8)
 
     def _call(self) -> None:
         args, function = self.stack.pop(), self.stack.pop()
@@ -186,6 +195,7 @@ class Recorder(pickle._Unpickler):
     # INST, OBJ and EXT are missing on purpose: they import and call classes.
     dispatch: ClassVar[dict[int, Any]] = {
         **{getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPCODES.split()},
+        pickle.FRAME[0]: _frame,
         # NEWOBJ calls `cls.__new__`, and is recorded like REDUCE.
         pickle.REDUCE[0]: _call,
         pickle.NEWOBJ[0]: _call,

@@ -1,18 +1,18 @@
 """Reads ``torch.save`` files as mapped memory: single files, and folders with one or with an index of several."""
 
-import os
 import stat
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, StoreError, UnsupportedError
+import numpy as np
+
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from tensorkeep.formats.base import OpenSettings, Problem, Reader, StoredLeaf
 from tensorkeep.formats.decoding import decoding
-from tensorkeep.formats.mapped_file import FetchedFile, FetchedParts
+from tensorkeep.formats.mapped_file import FetchedFile, FetchedParts, MappedFile, map_file
 from tensorkeep.formats.model_folder import (
     Index,
     is_index,
@@ -28,11 +28,9 @@ from tensorkeep.formats.torch_file.archive import (
     StorageCheck,
     TorchZip,
     begins_like_pickle,
-    storage_bytes,
 )
 from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, count_values, load_untrusted
 from tensorkeep.state.aliases import Alias
-from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.names import DEFAULT_PART
 from tensorkeep.state.tree import Flat, flatten
 from tensorkeep.storage import file_mode, first_bytes, names_in, open_file, read_directory
@@ -52,49 +50,30 @@ class TorchReader(Reader):
     format = "torch"
 
     def __init__(self, path: Path, settings: OpenSettings, parts: FetchedParts | None = None) -> None:
-        import torch
 
         self.path = path
         self.metadata = {}
         mode = file_mode(path)
         if mode and not stat.S_ISREG(mode):
             raise NotACheckpointError("is not a regular file, as torch.save writes", path=path)
-        self._fetched: FetchedFile | None = None
-        with ExitStack() as stack:
-            # Opened once: a checkpoint that is replaced meanwhile is read to the end as it was.
-            source = stack.enter_context(open_file(path))
-            if source.ranges_are_requests:
-                self._fetched = stack.enter_context(FetchedFile(source, parts or FetchedParts(settings.pool.budget)))
-                place = self._fetched.fd_path
-                file = cast(BinaryIO, stack.enter_context(self._fetched.stream()))
-            else:
-                # By descriptor: another file may be at the path by now.
-                place = source.fd_path
-                file = stack.enter_context(open(place, "rb"))
-            self._is_old = begins_like_pickle(file.read(2))
-            size = source.size
-            # Old files begin with a pickle, and zip archives with "PK".
-            archive: Archive
-            if self._is_old:
-                archive = OldFile(file, size, path)
-            else:
-                archive = TorchZip(file, size, path)
-                if archive.is_compressed:
-                    file = stack.enter_context(archive.unpacked(file))
-                    # The copy is in memory as a whole, so nothing is fetched piece by piece any more.
-                    self._fetched, place, size = None, f"/proc/self/fd/{file.fileno()}", file.seek(0, os.SEEK_END)
-                    archive = TorchZip(file, size, path)
-            # Finding a storage reads its local header: fetch all headers with few requests.
-            if self._fetched is not None:
-                self._fetched.prefetch(archive.local_headers())
-            # A private mapping (shared=False): writes to tensors do not reach the file.
-            self._whole = whole = cast(Any, torch.UntypedStorage).from_file(place, False, size)
-            with warnings.catch_warnings():
-                # Torch warns about tensors of complex32.
-                warnings.simplefilter("ignore", UserWarning)
-                found = load_untrusted(whole, archive, path, settings.allow)
-            # Torch maps the memory file itself. The address of its mapping connects tensors with pieces to fetch.
-            address = None if self._fetched is None else self._fetched.mapped_at()
+        # Opened once: a checkpoint that is replaced meanwhile is read to the end as it was.
+        with open_file(path) as source:
+            file = map_file(source, parts or FetchedParts(settings.pool.budget))
+            # Not through a mapping of a disk's file, because an I/O error would end the process.
+            with file.stream() if source.ranges_are_requests else open(source.fd_path, "rb") as stream:
+                self._is_old = begins_like_pickle(stream.read(2))
+                # Old files begin with a pickle, and zip archives with "PK".
+                archive: Archive = (OldFile if self._is_old else TorchZip)(stream, source.size, path)
+                if isinstance(archive, TorchZip) and archive.is_compressed:
+                    copy = archive.unpacked(stream)
+                    file = MappedFile(path, np.frombuffer(copy.getbuffer(), np.uint8))
+                    archive = TorchZip(copy, file.size, path)
+        # Finding a storage reads its local header.
+        with file.all_needed(archive.local_headers()), warnings.catch_warnings():
+            # Torch warns about tensors of complex32.
+            warnings.simplefilter("ignore", UserWarning)
+            found = load_untrusted(file.content, archive, path, settings.allow)
+        self._file = file
         self._archive = archive
         self.refusal = found.refusal
         with decoding(path):
@@ -103,10 +82,7 @@ class TorchReader(Reader):
             flat = flatten(found.state, placeholders=True)
         self._leaves = dict(flat.leaves)
         self._verify = settings.verify and archive.checksummed
-        self._storages = self._find_storages(size)
-        if self._fetched is not None:
-            for storage in set(self._storages.values()):
-                storage.fetch_from(self._fetched, address)
+        self._storages = self._find_storages()
         leaves = {
             name: StoredLeaf(self, name, leaf.dtype, leaf.shape, stored_bytes=self._own_bytes(name), file=path.name)
             for name, leaf in self._leaves.items()
@@ -128,40 +104,48 @@ class TorchReader(Reader):
         if found.attributes:
             self.details["attributes_left_out"] = found.attributes
 
-    def _find_storages(self, size: int) -> "dict[str, _Storage]":
-        found: dict[tuple[int, int], _Storage] = {}
+    def _find_storages(self) -> dict[str, StorageCheck]:
+        found: dict[tuple[int, int], StorageCheck] = {}
         storages = {}
+        content = self._file.content
         for name, leaf in self._leaves.items():
-            # Numpy arrays have no storage: their elements are in the pickle.
-            if not leaf.is_torch:
-                continue
-            storage = _Storage(leaf, self._archive)
-            # Views of one storage share its check, and its bytes count once.
-            content = leaf.array.untyped_storage()
             # An empty leaf is never read, so it cannot stand for a storage that must be checked.
-            same = found.setdefault((content.data_ptr(), content.nbytes()), storage) if leaf.nbytes else storage
-            storages[name] = same
-        total = sum(storage.nbytes for storage in found.values())
+            if not leaf.is_torch or not leaf.nbytes:
+                continue
+            storage = leaf.array.untyped_storage()
+            start, nbytes = storage.data_ptr() - content.ctypes.data, storage.nbytes()
+            # The elements of numpy arrays are in the pickle, even if a tensor has them.
+            if not 0 <= start < self._file.size:
+                continue
+            # Views of one storage share its check, and its bytes count once.
+            if (start, nbytes) not in found:
+                found[start, nbytes] = StorageCheck(name, content[start : start + nbytes], self._archive.storages)
+            storages[name] = found[start, nbytes]
+        total = sum(nbytes for _, nbytes in found)
         # Storages that overlap would let a small file take any amount of memory.
-        if total > size:
-            raise CorruptCheckpointError(f"its storages claim {total:,} bytes, the file has {size:,}", path=self.path)
+        if total > self._file.size:
+            raise CorruptCheckpointError(
+                f"its storages claim {total:,} bytes, the file has {self._file.size:,}", path=self.path
+            )
         return storages
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
         leaf = self._leaves[name]
-        storage = self._storages.get(name) if leaf.nbytes else None
+        storage = self._storages.get(name)
         if storage is None:
             leaf.read(start, stop, out)
             return
         # Every byte of the storage counts: torch has one CRC-32 per storage, and none per block.
         if self._verify:
-            storage.check.run(storage.all_needed, self.path, storage.name)
-        with storage.needed(leaf, start, stop):
+            storage.run(self._file)
+        host = leaf.host_bytes()
+        # A leaf that is not contiguous may use any bytes of its storage.
+        with self._file.needed_by(storage.content if host is None else host[start:stop]):
             leaf.read(start, stop, out)
 
     def mapped(self, name: str) -> Bytes | None:
-        if self._fetched is not None:
-            self._fetched.source.map_private()  # raises UnsupportedError: an object has no mapping
+        if isinstance(self._file, FetchedFile):
+            self._file.source.map_private()  # raises UnsupportedError: an object has no mapping
         # Storages of old files are not aligned, so tensors cannot use them in place.
         return None if self._is_old else self._leaves[name].host_bytes()
 
@@ -170,13 +154,13 @@ class TorchReader(Reader):
         if not isinstance(archive, TorchZip) or not archive.checksummed or not self._unread:
             return
         # No read checks the storages that only placeholders use.
-        content = storage_bytes(self._whole)
+        content = self._file.content
         for key in self._unread:
             name = f"data/{key}"
             try:
                 start = archive.record_start(name, content)
                 stop = start + archive.records[name].file_size
-                with nullcontext() if self._fetched is None else self._fetched.needed(start, stop):
+                with self._file.needed(start, stop):
                     differs = archive.crc_differs(name, content[start:stop])
             except ValueError:
                 differs = True
@@ -193,46 +177,13 @@ class TorchReader(Reader):
             return self._leaves[name].nbytes
         storage = self._storages[name]
         # Several leaves may share a storage. Its bytes count for the first leaf.
-        return storage.nbytes if storage.name == name else 0
+        return len(storage.content) if storage.name == name else 0
 
     def close(self) -> None:
         self._leaves = {}
         self._storages = {}
-        self._fetched = None
         self._unread = []
-        self._whole = None
-
-
-class _Storage:
-    def __init__(self, leaf: Leaf, archive: Archive) -> None:
-        storage = leaf.array.untyped_storage()
-        self.name = leaf.name
-        self.nbytes = int(storage.nbytes()) if leaf.nbytes else 0
-        self.check = StorageCheck(storage, archive)
-        self._data_pointer = int(storage.data_ptr())
-        self._file: FetchedFile | None = None
-        self._address = 0
-
-    def fetch_from(self, file: FetchedFile, address: int | None) -> None:
-        if self.nbytes:
-            # Without the address of the mapping, reads would return zeros for pieces that were never fetched.
-            if address is None:
-                raise StoreError("cannot be found in memory", path=file.path, remedy="copy it to a disk first")
-            self._file = file
-            self._address = address
-
-    def needed(self, leaf: Leaf, start: int, stop: int) -> AbstractContextManager[None]:
-        """Use a range of a leaf's bytes in a block; the full storage if the leaf is not contiguous in it."""
-        host = None if self._file is None else leaf.host_bytes()
-        if self._file is None or host is None:
-            return self.all_needed()
-        # Offsets in the mapping are offsets in the file.
-        first = host.ctypes.data - self._address
-        return self._file.needed(first + start, first + stop)
-
-    def all_needed(self) -> AbstractContextManager[None]:
-        start = self._data_pointer - self._address
-        return nullcontext() if self._file is None else self._file.needed(start, start + self.nbytes)
+        self._file = MappedFile(self.path, np.empty(0, np.uint8))
 
 
 def locate(path: Path) -> Path | None:

@@ -5,17 +5,18 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, OutOfMemoryError, TensorkeepError, UnsupportedError, UsageError
 from tensorkeep.formats.decoding import decoding
-from tensorkeep.formats.torch_file.archive import STORAGES, Archive, storage_bytes
+from tensorkeep.formats.torch_file.archive import STORAGES, Archive
 from tensorkeep.formats.torch_file.pickles import Call, Global, Pairs, PersistentId, name_of
 from tensorkeep.placeholder import Placeholder
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.skeleton import MAX_DEPTH
+from tensorkeep.storage.direct_io import Bytes
 
 if TYPE_CHECKING:
     import torch
@@ -91,16 +92,16 @@ class Unpickled(NamedTuple):
     others: int = 0
 
 
-def load_untrusted(
-    whole: "torch.UntypedStorage", archive: Archive, path: Path, allow: Collection[str] = ()
-) -> Unpickled:
+def load_untrusted(content: Bytes, archive: Archive, path: Path, allow: Collection[str] = ()) -> Unpickled:
     """Return the state of a file.
 
-    Its tensors are views of ``whole``, the content of the file; none of its code runs. Raises UnsupportedError if the
+    Its tensors are views of ``content``, the bytes of the file; none of its code runs. Raises UnsupportedError if the
     pickle names what runs programs or code, or has an unknown opcode; CorruptCheckpointError if it is damaged;
     OutOfMemoryError if there is not enough memory.
     """
-    content = storage_bytes(whole)
+    import torch
+
+    whole = torch.from_numpy(content).untyped_storage()
     used: set[str] = set()
 
     def storage(key: str, nbytes: int) -> Any:
@@ -451,7 +452,7 @@ class StateRebuilder:
 
     # Tensors, which are views of storages of the file.
 
-    def _storage(self, found: Any) -> Any:
+    def _storage(self, found: Any) -> "tuple[torch.UntypedStorage, torch.dtype]":
         import torch
 
         key = found.key if type(found) is PersistentId else None
@@ -468,7 +469,7 @@ class StateRebuilder:
             _, first, length = key[5]
             start = _count(first) * size
             whole = whole[start : start + _count(length) * size]
-        return torch.TypedStorage(wrap_storage=whole, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+        return whole, dtype
 
     def _tensor(self, call: Call, depth: int) -> Any:
         import torch
@@ -478,14 +479,16 @@ class StateRebuilder:
         if type(strides) is not tuple or any(_count(step) < 0 for step in strides):
             raise ValueError("a tensor has no strides")
         size = torch.Size(self.value(size, depth + 1))
-        storage, grad = self._storage(first), rest[0] if rest else False
-        rest = [self.value(each, depth + 1) for each in rest[2:]]  # skips the hooks, which are functions
+        storage, dtype = self._storage(first)
+        if call.function.name.endswith("v3"):
+            dtype = self.value(rest.pop(2))
         # Torch checks that offset, size and strides stay inside the storage.
-        utils: Any = torch._utils
-        if call.function.name == "_rebuild_tensor":
-            return utils._rebuild_tensor(storage, offset, size, strides)
-        rebuild = utils._rebuild_tensor_v3 if call.function.name.endswith("v3") else utils._rebuild_tensor_v2
-        return rebuild(storage, offset, size, strides, grad, OrderedDict(), *rest)
+        tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, strides)
+        tensor.requires_grad = bool(rest) and rest[0]
+        # ``rest[1]`` are the hooks, which are functions. The last argument has the flags of lazy negation.
+        for metadata in filter(None, [self.value(each, depth + 1) for each in rest[2:]]):
+            cast(Any, torch)._utils.set_tensor_metadata(tensor, metadata)
+        return tensor
 
     def _parameter(self, call: Call, depth: int) -> Any:
         import torch
