@@ -25,13 +25,7 @@ os.register_at_fork(after_in_child=_reset)
 
 
 def prepared(kind: type[T]) -> type[T]:
-    """Return a type that `msgspec.convert` and decoders may use in any thread.
-
-    Examples
-    --------
-    >>> msgspec.convert([1, 2], prepared(tuple[int, int]))
-    (1, 2)
-    """
+    """Return a type that `msgspec.convert` and decoders may use in any thread."""
     if kind not in _prepared:
         with _lock:
             # To make a decoder analyses the type completely.

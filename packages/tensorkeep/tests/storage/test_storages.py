@@ -12,7 +12,7 @@ import torch
 
 import tensorkeep
 from store_servers import JumpingClock
-from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, NotFoundError, UnsupportedError
+from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, NotFoundError
 from tensorkeep.paths import StorePath
 from tensorkeep.storage import STORAGES, storage_of, store_requests
 from tensorkeep.storage.base import Directory, PendingCommit, SourceFile, Storage
@@ -31,10 +31,6 @@ class MemoryFile(SourceFile):
         fields = (stat.S_IFREG | 0o600, 1, 0, 1, 0, 0, len(content), 0, 0, 0)
         self.status = os.stat_result(fields, {"st_blocks": -(-len(content) // 512)})
 
-    @property
-    def fd_path(self) -> str:
-        raise UnsupportedError("is in memory", path=self.path)
-
     def read_into(self, offset: int, out: Any) -> None:
         found = self._content[offset : offset + len(out)]
         if len(found) < len(out):
@@ -43,10 +39,6 @@ class MemoryFile(SourceFile):
 
     def bypasses_cache(self, offset: int, count: int) -> bool:
         return False
-
-    def fetch(self, offset: int, count: int, scratch: Any) -> Any:
-        self.read_into(offset, scratch[:count])
-        return scratch[:count]
 
     def map_private(self) -> Any:
         return np.frombuffer(self._content, np.uint8).copy()
@@ -60,21 +52,10 @@ class MemoryDirectory(Directory):
         if not self._found:
             raise NotFoundError("there is no such directory", path=path)
 
-    @property
-    def fd_path(self) -> str:
-        raise UnsupportedError("is in memory", path=self.path)
-
-    @property
-    def stable_path(self) -> Path:
-        return self.path
-
-    def open(self, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
+    def open(self, name: str, *, follow_links: bool = True, page_cache: bool = True, one_of: int = 1) -> SourceFile:
         if name not in self._found:
             raise NotFoundError("there is no such file", path=self.path / name)
         return MemoryFile(self.path / name, self._found[name])
-
-    def open_one_of(self, count: int, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
-        return self.open(name)
 
     def status(self, name: str) -> os.stat_result:
         return self.open(name).status
@@ -128,10 +109,6 @@ class MemoryCommit(PendingCommit):
 class MemoryStorage(Storage):
     """Files in a dictionary: the smallest storage that the suite accepts."""
 
-    remote = False
-    writes_in_order = False
-    small_reads_at_once = 1
-
     def __init__(self) -> None:
         self.files: dict[Path, bytes] = {}
 
@@ -165,17 +142,11 @@ class MemoryStorage(Storage):
     def open_directory(self, path: Path) -> Directory:
         return MemoryDirectory(self, path)
 
-    def reads_again(self, attempt: int) -> bool:
-        return True
-
     def write_small(self, path: Path, content: bytes) -> None:
         self.files[path] = content
 
     def create(self, path: Path, pool: object, cancellation: object, **options: Any) -> MemoryOutput:
         return MemoryOutput(self, path, options.get("progress", lambda count: None))
-
-    def buffer_bytes(self, most_bytes: int) -> int:
-        return 0
 
     def check_writable(self, path: Path) -> None: ...
 

@@ -442,7 +442,7 @@ def write(
         Commit(destination, directory=True, overwrite=settings.overwrite, replaceable=replaceable) as commit,
         LocalDirectory(commit.path) as open_directory,
     ):
-        directory = ArrayDirectory(destination, f"{open_directory.fd_path}/")
+        directory = ArrayDirectory(destination, f"{open_directory.stable_path}/")
         written: dict[str, ArrayLayout] = {}
         # Two calls share one budget, so both stay within the limit.
         for sources, chosen in _by_width({keys[name]: leaf for name, leaf in arrays.items()}, options):

@@ -156,7 +156,7 @@ class ArrayDirectory:
         if isinstance(directory.path, StorePath):
             return cls(directory.path, "", kvstore, Listing(directory.path))
         # By descriptor: it remains the same directory if the checkpoint is replaced.
-        return cls(directory.path, f"{directory.fd_path}/", kvstore)
+        return cls(directory.path, f"{directory.stable_path}/", kvstore)
 
     def spec(self, key: str = "") -> dict[str, Any]:
         prefix = f"{key}/" if key else ""

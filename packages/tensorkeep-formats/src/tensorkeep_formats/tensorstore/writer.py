@@ -293,7 +293,7 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
         Commit(destination, directory=True, overwrite=settings.overwrite, replaceable=is_replaceable) as commit,
         LocalDirectory(commit.path) as open_directory,
     ):
-        directory = ArrayDirectory(destination, f"{open_directory.fd_path}/", options.kvstore)
+        directory = ArrayDirectory(destination, f"{open_directory.stable_path}/", options.kvstore)
         sources = {keys[name]: leaf for name, leaf in flat.leaves.items()}
         written = write_arrays(directory, sources, options, budget=budget, threads=settings.threads, meter=meter)
         _write_group(directory, options, commit.path)

@@ -126,7 +126,7 @@ def read_index(directory: Directory, path: Path) -> Index:
 def open_shard(directory: Directory, name: str, key: str, count: int, *, page_cache: bool = True) -> SourceFile:
     """Open one of ``count`` files of an index; CorruptCheckpointError, with the tensor ``key``, if it is missing."""
     try:
-        return directory.open_one_of(count, name, page_cache=page_cache)
+        return directory.open(name, page_cache=page_cache, one_of=count)
     except NotACheckpointError as error:
         raise CorruptCheckpointError(
             "the index lists this file, but it is missing",

@@ -1,6 +1,5 @@
 """Where checkpoints lie: one interface for disks and object stores, and the functions that choose by the path."""
 
-import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -67,14 +66,16 @@ def read_directory(path: Path, read: Callable[[Directory], T]) -> T:
     """Call a function with an open directory, again if a save replaced it. The result must close the directory."""
     storage = storage_of(path)
     # A save may replace the directory between two opens. An error that this explains is not reported to the caller.
-    for attempt in itertools.count(1):
+    attempts = 0
+    while True:
         directory = storage.open_directory(path)
+        attempts += 1
         try:
             return read(directory)
         except BaseException as error:
-            retry = isinstance(error, TensorkeepError) and storage.reads_again(attempt) and directory.was_replaced()
+            is_ours = isinstance(error, TensorkeepError)
+            retry = is_ours and attempts < storage.read_attempts and directory.was_replaced()
             directory.close()
             if not retry:
                 raise
             logger.info("%s was replaced while it was opened; reading the new one", path)
-    raise AssertionError

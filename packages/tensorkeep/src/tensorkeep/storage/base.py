@@ -4,6 +4,7 @@
 `tensorkeep.storage.storage_of` chooses by the class of the path. ``testing/storage_suite.py`` is the conformance suite.
 """
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ from typing import ClassVar, Protocol, Self
 import numpy as np
 
 from tensorkeep.closing import Closing
+from tensorkeep.errors import DestinationExistsError, UnsupportedError
 from tensorkeep.storage.buffers import Buffer, BufferPool
 from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import Cancellation
@@ -25,19 +27,11 @@ WELL_KNOWN = frozenset(
     + ("checkpoint", ".zarray", "zarr.json", "manifest.ocdbt")
 )
 """File names that make a folder a checkpoint. A web server lists no names, so these are tried there."""
+CHOOSE = "choose another path, or ask to overwrite it (overwrite=True)"
 
 
 class SourceFile(Closing):
-    """An open file that many threads read at once; a context manager.
-
-    Attributes
-    ----------
-    path : Path
-    size : int
-        Bytes of the file.
-    status : os.stat_result
-        The status when the file was opened.
-    """
+    """An open file that many threads read at once; a context manager. ``status`` is the one at the opening."""
 
     path: Path
     size: int
@@ -47,9 +41,9 @@ class SourceFile(Closing):
     """Whether each range that is read is one request over the network: few large ranges are then fastest."""
 
     @property
-    @abstractmethod
     def fd_path(self) -> str:
-        """A path of this very file, whatever its name becomes. UnsupportedError in an object store."""
+        """A path of this very file, whatever its name becomes. UnsupportedError if it is not on a disk."""
+        raise self._on_disks_only()
 
     @abstractmethod
     def read_into(self, offset: int, out: Bytes) -> None:
@@ -59,16 +53,17 @@ class SourceFile(Closing):
     def bypasses_cache(self, offset: int, count: int) -> bool:
         """Return whether `fetch` reads a range around the page cache."""
 
-    @abstractmethod
     def fetch(self, offset: int, count: int, scratch: Bytes) -> Bytes:
         """Return ``count`` bytes of the file, in a slice of ``scratch`` or in memory of their own.
 
         ``scratch`` is page-aligned, at least ``count`` bytes and two pages long.
         """
+        self.read_into(offset, scratch[:count])
+        return scratch[:count]
 
-    @abstractmethod
     def map_private(self) -> Bytes:
-        """Return the whole file as private memory. UnsupportedError in an object store."""
+        """Return the whole file as private memory. UnsupportedError if it is not on a disk."""
+        raise self._on_disks_only()
 
     def read(self, offset: int, count: int) -> bytes:
         """Return ``count`` bytes of the file."""
@@ -79,6 +74,10 @@ class SourceFile(Closing):
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> AbstractContextManager[object]:
         """Let this thread's reads within a range share one request, until the context ends."""
         return nullcontext()
+
+    def _on_disks_only(self) -> UnsupportedError:
+        remedy = "copy the checkpoint to a disk first"
+        return UnsupportedError("this is not possible in an object store", path=self.path, remedy=remedy)
 
 
 class Directory(Closing):
@@ -91,30 +90,22 @@ class Directory(Closing):
     path: Path
 
     @property
-    @abstractmethod
-    def fd_path(self) -> str:
-        """A path of this very directory, whatever its name becomes. UnsupportedError in an object store."""
-
-    @property
-    @abstractmethod
     def stable_path(self) -> Path:
-        """A path of this very directory, for functions that take a path of this storage."""
+        """A path of this very directory, for functions that take a path; on a disk, whatever its name becomes."""
+        return self.path
 
     def path_of(self, name: str) -> Path:
         """Return the path of a file of the directory."""
         return self.path / name
 
     @abstractmethod
-    def open(self, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
+    def open(self, name: str, *, follow_links: bool = True, page_cache: bool = True, one_of: int = 1) -> SourceFile:
         """Open a file of the directory.
 
         Without ``follow_links``, a symbolic link raises CorruptCheckpointError: a checkpoint has no links, so a link
-        leads to foreign files. With ``page_cache``, the bytes remain in the page cache for the next reader.
+        leads to foreign files. With ``page_cache``, the bytes remain in the page cache for the next reader. If the file
+        is ``one_of`` very many, it is opened again for each read.
         """
-
-    @abstractmethod
-    def open_one_of(self, count: int, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
-        """Open one of ``count`` files; of very many, each is opened again for each read."""
 
     @abstractmethod
     def status(self, name: str) -> os.stat_result:
@@ -154,25 +145,30 @@ class OutputFile(Protocol):
 class PendingCommit(ABC):
     """A checkpoint that is being written: a context manager that removes it unless it was published.
 
-    Attributes
-    ----------
-    destination : Path
-        Where the checkpoint becomes visible.
-    path : Path
-        The folder, or the file, to write to until then.
-    overwrite : bool
-        Whether an existing checkpoint may be replaced.
-    save_id : str
-        A random id that the names of the files must hold; empty if ``path`` belongs to this save alone.
+    ``path`` is the folder, or the file, to write to until ``destination`` becomes visible. ``replaceable`` returns
+    whether an existing path is a checkpoint that ``overwrite`` may replace, or raises DestinationExistsError with a
+    reason.
     """
 
-    destination: Path
-    path: Path
-    overwrite: bool
     save_id: str = ""
-
+    """A random id that the names of the files must hold; empty if ``path`` belongs to this save alone."""
     is_staged: ClassVar[bool] = True
     """Whether ``path`` is a place of this save alone, which becomes the destination by a rename."""
+
+    def __init__(self, destination: Path, *, overwrite: bool, replaceable: Callable[[Path], bool]) -> None:
+        self.destination = self.path = destination
+        self.overwrite = overwrite
+        self._replaceable = replaceable
+
+    def _check_replaceable(self) -> None:
+        if not self.overwrite:
+            raise DestinationExistsError("exists already", path=self.destination, remedy=CHOOSE)
+        if not self._replaceable(self.destination):
+            raise DestinationExistsError(
+                "is not a checkpoint of this format, so it is not replaced",
+                path=self.destination,
+                remedy="choose another path, or remove it yourself",
+            )
 
     @abstractmethod
     def __enter__(self) -> Self: ...
@@ -191,12 +187,14 @@ class PendingCommit(ABC):
 class Storage(ABC):
     """Where files lie. All methods raise StoreError if the system, or the server, refuses."""
 
-    remote: ClassVar[bool]
+    remote: ClassVar[bool] = False
     """Whether every access is a request over a network."""
-    writes_in_order: ClassVar[bool]
+    writes_in_order: ClassVar[bool] = False
     """Whether the bytes of a new file are final once they are written, so that no header can be filled in later."""
-    small_reads_at_once: ClassVar[int]
+    small_reads_at_once: ClassVar[int] = 1
     """Threads that read small files at once."""
+    read_attempts: ClassVar[float] = math.inf
+    """How often a directory is read that is replaced meanwhile."""
 
     @abstractmethod
     def mode(self, path: Path, *, follow_links: bool = True) -> int:
@@ -231,10 +229,6 @@ class Storage(ABC):
         """Open a directory. Raises NotFoundError if it does not exist."""
 
     @abstractmethod
-    def reads_again(self, attempt: int) -> bool:
-        """Return whether a directory that was replaced during this attempt to read it is read again."""
-
-    @abstractmethod
     def write_small(self, path: Path, content: bytes) -> None:
         """Create a small file with this content, durably."""
 
@@ -251,9 +245,9 @@ class Storage(ABC):
     ) -> OutputFile:
         """Return a new file of at most ``most_bytes``. Each write calls ``progress`` with its ``counts``."""
 
-    @abstractmethod
     def buffer_bytes(self, most_bytes: int) -> int:
         """Return the memory that a file of `create` takes besides the buffers of its writers."""
+        return 0
 
     @abstractmethod
     def check_writable(self, path: Path) -> None:

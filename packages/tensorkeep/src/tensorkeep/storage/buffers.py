@@ -92,12 +92,6 @@ class BufferPool(Closing):
     enough budget: they never wait for each other. ``page_lock`` page-locks the buffers while the pool has them.
 
     Raises UsageError if the budget is below 64 MiB, which one thread needs to code and write blocks of 16 MiB.
-
-    Examples
-    --------
-    >>> with BufferPool(64 * 1024**2) as pool, pool.acquire(5000) as array:
-    ...     print(array.size >= 5000, array.ctypes.data % ALIGNMENT)
-    True 0
     """
 
     def __init__(self, budget: int = DEFAULT_BUDGET, *, page_lock: CudaPageLock | None = None) -> None:

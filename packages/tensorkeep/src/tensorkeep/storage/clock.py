@@ -34,13 +34,6 @@ _current = Clock()
 
 
 def clock() -> Clock:
-    """Return the clock in use.
-
-    Examples
-    --------
-    >>> clock().monotonic() <= clock().monotonic()
-    True
-    """
     return _current
 
 

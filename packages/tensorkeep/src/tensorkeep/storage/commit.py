@@ -25,9 +25,10 @@ from tensorkeep import machine
 from tensorkeep.errors import BusyError, DestinationExistsError, StoreError
 from tensorkeep.machine import libc
 from tensorkeep.paths import absolute
-from tensorkeep.storage.base import MANIFEST_NAME, PendingCommit
+from tensorkeep.storage.base import CHOOSE, MANIFEST_NAME, PendingCommit
 from tensorkeep.storage.clock import clock
 from tensorkeep.storage.direct_io import close, store_error, store_errors, sync_directory, write_small
+from tensorkeep.storage.parallel import reset_in_child
 
 # Temporaries. Each is a directory beside its destination that its writer locks (``flock``). The kernel releases the
 # lock when the writer dies, so a temporary without a lock is abandoned.
@@ -173,37 +174,18 @@ def _rename_and_remove(temporary: Path) -> None:
 # The commit. The next save to the same destination removes the temporaries of dead writers; if a writer is alive, it
 # raises `BusyError`.
 
-_CHOOSE = "choose another path, or ask to overwrite it (overwrite=True)"
 # Values of <fcntl.h> and <linux/fs.h>; Python does not have them.
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
-# A forked child releases these locks.
-_active: "set[Commit]" = set()
 
 
 class Commit(PendingCommit):
-    """A checkpoint that is being written: a context manager that removes it unless it was published.
+    """The commit of a folder or a file. It creates missing parents; it never replaces a symbolic link.
 
-    Missing parents of the destination are created; a symbolic link there is never replaced. ``replaceable`` returns
-    whether an existing path is a checkpoint of this format, which ``overwrite`` may replace; nothing else is ever
-    replaced. It may raise `DestinationExistsError` itself, with a reason. ``path`` is where to write: an empty
-    directory, or, for a single file, a name that does not exist yet. If an abandoned temporary of the destination is
-    given to ``adopt``, it is that directory, with what its dead writer left there.
-
-    Raises DestinationExistsError if something is there and may not be replaced; BusyError if a live process is saving
-    there; StoreError if the operating system refuses.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> from tensorkeep.storage.direct_io import write_small
-    >>> destination = Path(tempfile.mkdtemp()) / "hello"
-    >>> with Commit(destination, directory=False, overwrite=False, replaceable=Path.is_file) as commit:
-    ...     write_small(commit.path, b"hello")
-    ...     commit.publish()
-    >>> destination.read_bytes()
-    b'hello'
+    ``path`` is an empty directory, or, for a single file, a name that does not exist yet. If an abandoned temporary of
+    the destination is given to ``adopt``, ``path`` is that directory, with what its dead writer left there. Raises
+    BusyError if a live process is saving there.
     """
 
     def __init__(
@@ -217,17 +199,17 @@ class Commit(PendingCommit):
     ) -> None:
         # As the kernel resolves it; only the last component may be a symbolic link.
         if destination.name in ("", ".."):
-            self.destination = absolute(destination, follow_links=True)
+            destination = absolute(destination, follow_links=True)
         else:
-            self.destination = absolute(destination.parent, follow_links=True) / destination.name
-        self.overwrite = overwrite
+            destination = absolute(destination.parent, follow_links=True) / destination.name
+        super().__init__(destination, overwrite=overwrite, replaceable=replaceable)
         self._directory = directory
-        self._replaceable = replaceable
         self._adopted = adopt
         self._checked: os.stat_result | None = None
         self._lock_fd = -1
-        self._temporary = self.destination
-        self.path = self.destination
+        self._temporary = destination
+        # Otherwise a forked child would keep the lock of a writer that was killed for as long as it lives.
+        reset_in_child(self, Commit._release)
 
     def __enter__(self) -> Self:
         with store_errors(self.destination, "save here"):
@@ -242,23 +224,16 @@ class Commit(PendingCommit):
             status = self.destination.lstat()
         except FileNotFoundError:
             return
-        if not self.overwrite:
-            raise DestinationExistsError("exists already", path=self.destination, remedy=_CHOOSE)
         # It was looked into before, and is the same directory. `replaceable` may read many files.
         if self._checked is not None and os.path.samestat(self._checked, status):
             return
-        if stat.S_ISLNK(status.st_mode):
+        if self.overwrite and stat.S_ISLNK(status.st_mode):
             raise DestinationExistsError(
                 f"is a symbolic link to {self.destination.readlink()}, and a link is not replaced",
                 path=self.destination,
                 remedy="save to its target, or remove the link",
             )
-        if not self._replaceable(self.destination):
-            raise DestinationExistsError(
-                "is not a checkpoint of this format, so it is not replaced",
-                path=self.destination,
-                remedy="choose another path, or remove it yourself",
-            )
+        self._check_replaceable()
         # The old directory is emptied after the exchange, which needs the permission to write in it.
         if self._directory and not os.access(self.destination, os.W_OK | os.X_OK, effective_ids=True):
             raise StoreError(
@@ -269,48 +244,39 @@ class Commit(PendingCommit):
         self._checked = status
 
     def _create_temporary(self) -> None:
+        if self._adopted is None:
+            temporary, fd = self._new_temporary()
+        elif (locked := adopt(self._adopted)) is not None:
+            temporary, fd = self._adopted, locked
+        else:
+            raise BusyError("its writer is alive", path=self._adopted, remedy="wait for it to end")
+        self._lock_fd, self._temporary = fd, temporary
+        self.path = temporary if self._directory else temporary / self.destination.name
+
+    def _new_temporary(self) -> tuple[Path, int]:
         while True:
-            if self._adopted is not None:
-                temporary = self._adopted
-                fd = adopt(temporary)
-                if fd is None:
-                    raise BusyError("its writer is alive", path=temporary, remedy="wait for it to end")
-                break
             remove_stale(self.destination)
             # A single file gets a directory, too: the lock must not be renamed with the file.
-            temporary = new_name(self.destination)
+            temporary, fd = new_name(self.destination), None
             os.mkdir(temporary)
             try:
                 fd = lock(temporary)
-            except BaseException:
-                remove(temporary)
-                raise
-            if fd is None:
-                continue
-            try:
+                if fd is None:
+                    continue
                 # Of two writers that begin at once, at least one sees the other's lock here.
                 remove_stale(self.destination, besides=temporary)
-            except BusyError:
+                return temporary, fd
+            except BaseException as error:
                 remove(temporary)
-                close(fd)
+                if fd is not None:
+                    close(fd)
+                if not isinstance(error, BusyError):
+                    raise
                 # A random pause, so that two writers that met do not meet again.
                 clock().sleep(secrets.randbelow(50) / 1000)
-                continue
-            except BaseException:
-                remove(temporary)
-                close(fd)
-                raise
-            break
-        self._lock_fd, self._temporary = fd, temporary
-        self.path = temporary if self._directory else temporary / self.destination.name
-        _active.add(self)
 
     def publish(self, manifest: bytes | None = None) -> None:
-        """Make the checkpoint visible, durably; its files are durable already.
-
-        Raises DestinationExistsError if something else has appeared; StoreError if refused. If only the sync of the
-        name failed, the error states that the checkpoint is visible, and the old one is kept until the next save.
-        """
+        """Raises DestinationExistsError if something else has appeared; StoreError, also if the last sync fails."""
         # The manifest is written last: a directory without it is not a checkpoint.
         if manifest is not None:
             write_small(self.path / MANIFEST_NAME, manifest)
@@ -327,7 +293,7 @@ class Commit(PendingCommit):
                     self._publish_file()
             except FileExistsError as error:
                 raise DestinationExistsError(
-                    "another file was created here during the save", path=self.destination, remedy=_CHOOSE
+                    "another file was created here during the save", path=self.destination, remedy=CHOOSE
                 ) from error
         self._sync_name()
 
@@ -372,7 +338,7 @@ class Commit(PendingCommit):
         self._temporary = temporary
 
     def __exit__(self, *error: object) -> None:
-        if self not in _active:  # in a forked child: the parent is still saving
+        if self._lock_fd < 0:  # in a forked child: the parent is still saving
             return
         try:
             if self._temporary != self.destination:
@@ -382,17 +348,9 @@ class Commit(PendingCommit):
             self._release()
 
     def _release(self) -> None:
-        _active.discard(self)
-        close(self._lock_fd)
-
-
-def _release_in_child() -> None:
-    # Otherwise the child would keep the lock of a writer that was killed for as long as it lives.
-    for commit in list(_active):
-        commit._release()
-
-
-os.register_at_fork(after_in_child=_release_in_child)
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            close(fd)
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -453,9 +411,6 @@ def _rename(source: Path, destination: Path, flag: int) -> None:
 # The lock (``flock``) is on the folder itself, so that no lock file is left behind. It holds on one host: file systems
 # that hosts share do not pass on locks of folders, so a writer on another host is not detected.
 
-# Weak, so that a lock without references releases its folder.
-_locks: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
-
 
 class FolderLock:
     """The exclusive right to write in a folder, until it is collected. Raises BusyError or StoreError."""
@@ -466,7 +421,7 @@ class FolderLock:
             self._fd = _lock(folder)
             # The finalizer, not `__del__`: it runs once, and also when the interpreter exits.
             self._release = weakref.finalize(self, _unlock, self._fd, os.getpid())
-            _locks.add(self)
+            reset_in_child(self, FolderLock.release)
             try:
                 if self.is_valid():
                     return
@@ -489,7 +444,6 @@ class FolderLock:
             raise store_error(error, self._folder, "look at the folder") from error
 
     def release(self) -> None:
-        _locks.discard(self)
         self._release()
 
 
@@ -522,12 +476,3 @@ def _unlock(fd: int, owner: int) -> None:
         with suppress(OSError):  # to close it releases it, too
             fcntl.flock(fd, fcntl.LOCK_UN)
     close(fd)
-
-
-def _release_locks_in_child() -> None:
-    # Otherwise the child would keep the lock of a writer that was killed for as long as it lives.
-    for lock in list(_locks):
-        lock.release()
-
-
-os.register_at_fork(after_in_child=_release_locks_in_child)

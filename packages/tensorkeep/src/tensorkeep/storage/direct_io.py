@@ -47,14 +47,7 @@ def store_error(error: OSError, path: PathLike, action: str) -> StoreError:
 
 @contextmanager
 def store_errors(path: PathLike, action: str) -> Iterator[None]:
-    """Raise errors of the operating system as `store_error` does; errors of this package, which may be OSErrors, pass.
-
-    >>> with store_errors("missing", "read the file"):
-    ...     os.stat("missing")
-    Traceback (most recent call last):
-    ...
-    tensorkeep.errors.StoreError: missing: cannot read the file: No such file or directory
-    """
+    """Raise errors of the operating system as `store_error` does; errors of this package, also OSErrors, pass."""
     try:
         yield
     except TensorkeepError:
@@ -106,7 +99,6 @@ class DirectFile:
         logger.info("%s: the file system refuses direct I/O; writing through the page cache", self.path)
 
     def preallocate(self, size: int) -> None:
-        """Find a full disk before the data is written; StoreError closes the file. Extents are laid out at once."""
         try:
             os.posix_fallocate(self._fd, 0, size)
         except OSError as error:

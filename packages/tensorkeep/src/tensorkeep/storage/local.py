@@ -25,12 +25,7 @@ _SAMPLE_BYTES = 1024**2
 
 
 class LocalFile(SourceFile):
-    """A file of a disk that many threads read at once.
-
-    With ``page_cache`` its bytes remain in the cache for the next reader. Raises NotFoundError if the file does not
-    exist; CorruptCheckpointError if it is not a regular file, or a symbolic link without ``follow_links``; StoreError
-    if the operating system refuses.
-    """
+    """Raises NotFoundError; CorruptCheckpointError if it is not a regular file, or a link without ``follow_links``."""
 
     def __init__(
         self, path: Path, *, follow_links: bool = True, page_cache: bool = True, directory: int | None = None
@@ -75,7 +70,6 @@ class LocalFile(SourceFile):
         return f"/proc/self/fd/{self._fd}"
 
     def read_into(self, offset: int, out: Bytes) -> None:
-        """Raises CorruptCheckpointError if the file ends too early."""
         view = memoryview(out)
         done = 0
         while done < len(view):
@@ -91,7 +85,7 @@ class LocalFile(SourceFile):
             done += count
 
     def bypasses_cache(self, offset: int, count: int) -> bool:
-        """Return whether direct reads work and the range is not cached."""
+        # Whether direct reads work and the range is not cached.
         if self._pages is None:
             return False
         # ``mincore(2)`` answers without reading. A read with RWF_NOWAIT would start read-ahead, and the disk would read
@@ -103,8 +97,7 @@ class LocalFile(SourceFile):
         # A copy from the page cache is faster than the disk. What is not cached is read around the cache: the kernel's
         # copy and its small pages take longer than a fast disk.
         if not self.bypasses_cache(offset, count):
-            self.read_into(offset, scratch[:count])
-            return scratch[:count]
+            return super().fetch(offset, count, scratch)
         first = round_down(offset)
         self._read_pages(first, scratch[: round_up(offset + count) - first], offset + count)
         return scratch[offset - first : offset - first + count]
@@ -171,21 +164,14 @@ class LocalDirectory(Directory):
             raise store_error(error, path, "open the directory") from error
 
     @property
-    def fd_path(self) -> str:
-        return f"/proc/self/fd/{self._fd}"
-
-    @property
     def stable_path(self) -> Path:
-        return Path(self.fd_path)
+        return Path(f"/proc/self/fd/{self._fd}")
 
-    def open(self, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
-        return LocalFile(self.path / name, follow_links=follow_links, page_cache=page_cache, directory=self._fd)
-
-    def open_one_of(self, count: int, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
-        if count <= MAX_OPEN_FILES:
-            return self.open(name, follow_links=follow_links, page_cache=page_cache)
+    def open(self, name: str, *, follow_links: bool = True, page_cache: bool = True, one_of: int = 1) -> SourceFile:
         # Very many files would exceed the limit of open files.
-        return _ReopenedFile(self, name, follow_links=follow_links)
+        if one_of > MAX_OPEN_FILES:
+            return _ReopenedFile(self, name, follow_links=follow_links)
+        return LocalFile(self.path / name, follow_links=follow_links, page_cache=page_cache, directory=self._fd)
 
     def status(self, name: str) -> os.stat_result:
         return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
@@ -215,7 +201,7 @@ class _ReopenedFile(LocalFile):
 
     @property
     def fd_path(self) -> str:
-        return f"{self._directory.fd_path}/{self.path.name}"
+        return f"{self._directory.stable_path}/{self.path.name}"
 
     def read_into(self, offset: int, out: Bytes) -> None:
         try:
@@ -241,10 +227,6 @@ def _raise_unless_absent(error: OSError, path: Path) -> None:
 
 
 class LocalStorage(Storage):
-    remote = False
-    writes_in_order = False
-    small_reads_at_once = 1
-
     def mode(self, path: Path, *, follow_links: bool = True) -> int:
         try:
             return os.stat(path, follow_symlinks=follow_links).st_mode
@@ -284,9 +266,6 @@ class LocalStorage(Storage):
     def open_directory(self, path: Path) -> Directory:
         return LocalDirectory(path)
 
-    def reads_again(self, attempt: int) -> bool:
-        return True
-
     def write_small(self, path: Path, content: bytes) -> None:
         write_small(path, content)
 
@@ -301,9 +280,6 @@ class LocalStorage(Storage):
         progress: Callable[[int], None] = lambda count: None,
     ) -> OutputFile:
         return DirectFile(path, direct=direct, progress=progress)
-
-    def buffer_bytes(self, most_bytes: int) -> int:
-        return 0
 
     def check_writable(self, path: Path) -> None: ...
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
-from typing import NoReturn, Self
+from typing import Self
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from tensorkeep.storage.base import MANIFEST_NAME, WELL_KNOWN, Directory, Output
 from tensorkeep.storage.buffers import Buffer, BufferPool, round_up
 from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import POLL_SECONDS, Cancellation, Cancelled, start_thread
-from tensorkeep.storage.store_commit import StoreCommit, check_replaceable, save_of
+from tensorkeep.storage.store_commit import StoreCommit, save_of
 
 _FIRST_BYTES = 64 * 1024
 _MOST_OBJECTS = 8
@@ -52,29 +52,20 @@ class _Window:
 
 
 class StoreFile(SourceFile):
-    """An object that many threads read at once, one request for each range.
-
-    Raises StoreError if the object was replaced since it was opened. With ``content``, all its bytes, no request is
-    made.
-    """
+    """Raises StoreError if the object was replaced since it was opened. With ``content``, it makes no request."""
 
     ranges_are_requests = True
 
     def __init__(
         self, path: StorePath, found: store_requests.ObjectStatus | None = None, content: bytes | None = None
     ) -> None:
-        self.path = path
+        self.path = self._url = path
         self._content = content
-        self._url = path
         found = found or store_requests.head(path)
         self.size = found.size
         self.status = found.as_stat()
         self._tag = found.tag
         self._windows: dict[int, list[_Window]] = {}  # by thread
-
-    @property
-    def fd_path(self) -> str:
-        raise _on_disks_only(self._url)
 
     @contextmanager
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> Iterator[None]:
@@ -119,9 +110,6 @@ class StoreFile(SourceFile):
         # A range that begins at the end or later is an error of the request, one that ends later is cut short.
         return store_requests.get(self._url, start, stop, tag=self._tag) if start < self.size else memoryview(b"")
 
-    def map_private(self) -> NoReturn:
-        raise _on_disks_only(self._url)
-
     def close(self) -> None: ...
 
 
@@ -133,22 +121,13 @@ class StoreDirectory(Directory):
     """
 
     def __init__(self, path: StorePath, known: Mapping[str, store_requests.ObjectStatus] | None = None) -> None:
-        self.path = path
-        self._url = path
+        self.path = self._url = path
         self._known = known
         # By name, as first seen: a save replaces the manifest, which then names other objects.
         self._seen: dict[str, store_requests.ObjectStatus] = {}
         self._contents: dict[str, bytes] = {}
 
-    @property
-    def fd_path(self) -> str:
-        raise _on_disks_only(self._url)
-
-    @property
-    def stable_path(self) -> StorePath:
-        return self._url
-
-    def open(self, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
+    def open(self, name: str, *, follow_links: bool = True, page_cache: bool = True, one_of: int = 1) -> SourceFile:
         # The same object for as long as this directory is open: if it was replaced, reading it is an error.
         found = self._seen.get(name) or self._look_at(name)
         self._seen.setdefault(name, found)
@@ -158,9 +137,6 @@ class StoreDirectory(Directory):
         file = self.open(name)
         self._contents[name] = file.read(0, file.size)
         return self._contents[name]
-
-    def open_one_of(self, count: int, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
-        return self.open(name)
 
     def status(self, name: str) -> os.stat_result:
         try:
@@ -200,12 +176,6 @@ class StoreDirectory(Directory):
     def close(self) -> None: ...
 
 
-def _on_disks_only(path: StorePath) -> UnsupportedError:
-    return UnsupportedError(
-        "this is not possible in an object store", path=path, remedy="copy the checkpoint to a disk first"
-    )
-
-
 # Writing a new object of a store from many threads, in parts that are on their way while others are still computed.
 #
 # obstore takes the bytes of an object in order, from one iterator, and sends several parts at once, from the memory in
@@ -224,13 +194,7 @@ _PARTS_AT_ONCE = 8
 
 
 def part_bytes(most_bytes: int) -> int:
-    """Return the size of the parts of an object of at most so many bytes.
-
-    Examples
-    --------
-    >>> part_bytes(4 * 1024**3) // 1024**2, part_bytes(200 * 1024**3) // 1024**2
-    (8, 21)
-    """
+    """Return the size of the parts of an object of at most so many bytes."""
     # In whole MiB, and so large that the most parts are enough.
     return max(_PART_BYTES, round_up(-(-most_bytes // _MOST_PARTS), 1024**2))
 
@@ -407,17 +371,12 @@ class ObjectCommit(PendingCommit):
 
     is_staged = False
 
-    def __init__(self, destination: StorePath, *, overwrite: bool, replaceable: Callable[[Path], bool]) -> None:
-        self.destination = self.path = self._url = destination
-        self.overwrite = overwrite
-        self._replaceable = replaceable
-
     def __enter__(self) -> Self:
         try:
-            store_requests.head(self._url)
+            store_requests.head(_url(self.destination))
         except NotFoundError:
             return self
-        check_replaceable(self._url, self._replaceable, overwrite=self.overwrite)
+        self._check_replaceable()
         return self
 
     def publish(self, manifest: bytes | None = None) -> None: ...
@@ -474,13 +433,12 @@ class _Pieces:
             return self._waiting.popleft()
 
 
-_MOST_ATTEMPTS = 5
-
-
 class ObjectStorage(Storage):
     remote = True
     writes_in_order = True
     small_reads_at_once = store_requests.SMALL_REQUESTS
+    # One web address may lead to several servers, and their tags of a file may differ for ever.
+    read_attempts = 5
 
     def mode(self, path: Path, *, follow_links: bool = True) -> int:
         url = _url(path)
@@ -537,10 +495,6 @@ class ObjectStorage(Storage):
     def open_directory(self, path: Path) -> Directory:
         return StoreDirectory(_url(path))
 
-    def reads_again(self, attempt: int) -> bool:
-        # One web address may lead to several servers, and their tags of a file may differ for ever.
-        return attempt < _MOST_ATTEMPTS
-
     def write_small(self, path: Path, content: bytes) -> None:
         # One request, which is atomic.
         store_requests.put(_url(path), content)
@@ -580,7 +534,7 @@ class ObjectStorage(Storage):
     ) -> PendingCommit:
         if not directory:
             # A single object needs no manifest: its upload is the commit.
-            return ObjectCommit(_url(destination), overwrite=overwrite, replaceable=replaceable)
+            return ObjectCommit(destination, overwrite=overwrite, replaceable=replaceable)
         return StoreCommit(
             _url(destination), overwrite=overwrite, replaceable=replaceable, listed=listed, is_ours=is_ours
         )

@@ -274,19 +274,12 @@ class Cancelled(Exception):
     """Raised in tasks that wait for a task that failed; by `run` only if the main thread was interrupted."""
 
 
-class Cancellation:
-    def __init__(self) -> None:
-        self._set = Signal()
-
-    def cancel(self) -> None:
-        self._set.set()
+class Cancellation(Signal):
+    cancel = Signal.set
 
     def check(self) -> None:
-        if self._set.is_set():
+        if self.is_set():
             raise Cancelled
-
-    def wait(self, seconds: float) -> None:
-        self._set.wait(seconds)
 
 
 class Pace:
@@ -358,13 +351,7 @@ class Meter:
 
 
 def answer_within(seconds: float, function: Callable[[], T]) -> T:
-    """Return what a function returns in a thread; TimeoutError if it takes longer, which it then does unnoticed.
-
-    Examples
-    --------
-    >>> answer_within(60, lambda: 7)
-    7
-    """
+    """Return what a function returns in a thread; TimeoutError if it takes longer, which it then does unnoticed."""
     answers: SimpleQueue[T | BaseException] = SimpleQueue()
 
     def work() -> None:
@@ -389,15 +376,6 @@ def run(tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancell
 
     After the first exception, or an interrupt such as Ctrl-C, no further task starts. The running tasks end before the
     exception is raised, because tasks may use files that the caller closes afterwards.
-
-    Examples
-    --------
-    >>> squares = [0] * 4
-    >>> def square(number):
-    ...     squares[number] = number**2
-    >>> run([lambda n=n: square(n) for n in range(4)], threads=2)
-    >>> squares
-    [0, 1, 4, 9]
     """
     workers = _Workers(tasks, threads, cancellation or Cancellation())
     # The running tasks end first: they may use files that the caller closes afterwards.

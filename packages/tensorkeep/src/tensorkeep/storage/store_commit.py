@@ -39,13 +39,7 @@ _refusing: set[str] = set()  # endpoints that were seen to refuse the creation o
 
 
 def object_name(name: str, save_id: str) -> str:
-    """Return the name of an object of a save, for the file name that it would have on a disk.
-
-    Examples
-    --------
-    >>> object_name("model-00001-of-00003.safetensors", "0123456789abcdef")
-    'model-00001-of-00003-0123456789abcdef.safetensors'
-    """
+    """Return ``model-00001-of-00003-SAVE_ID.safetensors`` for the name ``model-00001-of-00003.safetensors``."""
     # A store has no rename and no lock. The names of a save's objects hold its random id, so that two saves never write
     # the same object. The manifest names them and is written last: a process that is killed at any moment leaves the
     # old checkpoint, or the new one, and objects that no manifest names.
@@ -54,25 +48,13 @@ def object_name(name: str, save_id: str) -> str:
 
 
 def save_of(name: str) -> str | None:
-    """Return the id of the save that wrote an object of this name; None if it has none.
-
-    Examples
-    --------
-    >>> save_of("model-0123456789abcdef.safetensors.index.json"), save_of("model.safetensors")
-    ('0123456789abcdef', None)
-    """
+    """Return the id of the save that wrote an object of this name; None if it has none."""
     found = _ID_IN_NAME.search(name)
     return found[1] if found else None
 
 
 def is_tombstone(name: str) -> bool:
-    """Return whether an object of this name holds the manifest of a removed checkpoint.
-
-    Examples
-    --------
-    >>> is_tombstone("removed.json"), is_tombstone("removed-0123456789abcdef.json"), is_tombstone("manifest.json")
-    (True, True, False)
-    """
+    """Return whether an object of this name holds the manifest of a removed checkpoint."""
     return _TOMBSTONE.fullmatch(name) is not None
 
 
@@ -89,20 +71,10 @@ def put_tombstone(path: StorePath, manifest: bytes) -> StorePath:
 class StoreCommit(PendingCommit):
     """A checkpoint that is being written to a store: a context manager that removes it unless it was published.
 
-    ``path`` is the prefix of the new objects; `object_name` makes their names with ``save_id``. ``replaceable`` returns
-    whether an existing checkpoint may be replaced. ``listed`` returns the objects that the manifest at a path lists:
-    the commit removes the objects of the replaced checkpoint, and the objects of saves that failed a day ago if
-    ``is_ours`` accepts the name. Other steps may share the objects of a step: its old manifest becomes the tombstone,
-    and `prune` removes what no step names.
-
-    Raises DestinationExistsError if something is there and may not be replaced; StoreError if the store refuses or
-    does not answer in time.
-
-    Examples
-    --------
-    >>> commit = StoreCommit(StorePath("s3://bucket/run/step-000100"), overwrite=False, replaceable=lambda path: True)
-    >>> len(commit.save_id), str(commit.path)
-    (16, 's3://bucket/run/step-000100')
+    ``path`` is the prefix of the new objects; `object_name` makes their names with ``save_id``. ``listed`` returns the
+    objects that the manifest at a path lists: the commit removes the objects of the replaced checkpoint, and the
+    objects of saves that failed a day ago if ``is_ours`` accepts the name. Other steps may share the objects of a step:
+    its old manifest becomes the tombstone, and `prune` removes what no step names.
     """
 
     is_staged = False
@@ -116,13 +88,10 @@ class StoreCommit(PendingCommit):
         listed: Callable[[Path], Iterable[str]] = lambda path: (),
         is_ours: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        self.destination = self.path = self._url = destination
-        self.overwrite = overwrite
+        super().__init__(destination, overwrite=overwrite, replaceable=replaceable)
+        self._url = destination
         self.save_id = secrets.token_hex(8)
         self._manifest = destination / MANIFEST_NAME
-        self._replaceable = replaceable
-        # `listed` returns the objects that the manifest at a path lists. They are removed after the commit, and so are
-        # objects of saves that failed a day ago, if `is_ours` accepts the name.
         self._listed = listed
         self._is_ours = is_ours
         self._seen: store_requests.ObjectStatus | None = None
@@ -162,7 +131,7 @@ class StoreCommit(PendingCommit):
                 )
             clock().sleep(_AGAIN_SECONDS)  # another save has created it meanwhile
         self._old, self._seen = found
-        check_replaceable(self._url, self._replaceable, overwrite=self.overwrite)
+        self._check_replaceable()
         # Other steps may share the objects of a step, so they are not removed here: `prune` removes what no step names.
         if not self._url.is_step:
             self._replaced = set(self._listed(self._url))
@@ -299,19 +268,6 @@ class StoreCommit(PendingCommit):
             children = partial(store_requests.children, self._url)
             # The listing is made inside `_remove`, which also catches its errors.
             self._remove(lambda: [name for name, _ in children() if save_of(name) == self.save_id])
-
-
-def check_replaceable(path: StorePath, replaceable: Callable[[Path], bool], *, overwrite: bool) -> None:
-    if not overwrite:
-        raise DestinationExistsError(
-            "exists already", path=path, remedy="choose another path, or ask to overwrite it (overwrite=True)"
-        )
-    if not replaceable(path):
-        raise DestinationExistsError(
-            "is not a checkpoint of this format, so it is not replaced",
-            path=path,
-            remedy="choose another path, or remove it yourself",
-        )
 
 
 def _names(manifest: bytes, name: str) -> bool:

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
-from functools import cache
+from functools import cache, partial
 from html import unescape
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 from urllib.parse import unquote
@@ -74,7 +74,7 @@ _CREDENTIALS = {
 
 
 @contextmanager
-def store_request(path: "StorePath | str", action: str) -> Iterator[None]:
+def obstore_errors(path: "StorePath | str", action: str) -> Iterator[None]:
     """Raise errors of obstore as "cannot <action>", with what the store answered."""
     try:
         yield
@@ -110,11 +110,12 @@ def _error_for(error: BaseException, path: "StorePath | str", action: str) -> Te
         return None
     # Each store answers in its own words, and obstore passes the text on: kinds are recognised by both.
     if isinstance(error, FileNotFoundError) or "NoSuchBucket" in text:
-        return NotFoundError(_missing(text), path=path, remedy="check the URL")
+        what = "its bucket does not exist" if "NoSuchBucket" in text else "does not exist"
+        return NotFoundError(what, path=path, remedy="check the URL")
     if re.search("ETag (Header missing|required)", text):
         return unsafe_server(path, "gives objects no ETag")
     if kind == "PreconditionError":
-        return replaced(path)
+        return _replaced(path)
     if kind == "NotSupportedError":
         return UnsupportedError(
             "the server does not answer requests for a part of a file",
@@ -148,7 +149,7 @@ def was_repeated(error: BaseException) -> bool:
     return repeated or REPEATED in getattr(error, "__notes__", ())
 
 
-def replaced(path: "StorePath | str") -> StoreError:
+def _replaced(path: "StorePath | str") -> StoreError:
     return StoreError("was replaced while it was read", path=path, remedy="read it again")
 
 
@@ -167,10 +168,6 @@ def _remedy(scheme: str, *, credentials: bool) -> str:
     return f"check the network{endpoint}; TENSORKEEP_STORE_TIMEOUT sets how long is tried"
 
 
-def _missing(text: str) -> str:
-    return "its bucket does not exist" if "NoSuchBucket" in text else "does not exist"
-
-
 def _reason(text: str) -> str:
     # Durations with ten digits hide the message.
     text = re.sub(r"\b(\d+\.\d)\d+(?=m?s\b)", r"\1", text.partition(DETAILS)[0])
@@ -187,15 +184,7 @@ def _reason(text: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """Return a text without credentials: the values of the environment, and fields of a request that it repeats.
-
-    Examples
-    --------
-    >>> redacted("denied: X-Amz-Signature=0a1b, authorization: AWS4-HMAC-SHA256 Credential=AKIA/20250101")
-    'denied: X-Amz-Signature=***'
-    >>> redacted("the signature does not match the signature you provided; a Bearer token is missing")
-    'the signature does not match the signature you provided; a Bearer token is missing'
-    """
+    """Return a text without credentials: the values of the environment, and fields of a request that it repeats."""
     plain = _plain(text)
     found = plain
     # Decoded as the text is: a server may quote a secret in JSON, XML or percent escapes.
@@ -217,7 +206,7 @@ def _plain(text: str) -> str:
     return unquote(unquote(unescape(text))).replace("\\", "").strip()
 
 
-def unusable(bucket: str, text: str) -> StoreError:
+def _unusable(bucket: str, text: str) -> StoreError:
     """The error for settings that obstore refuses. Its own text quotes their values, which may be secret."""
     known = _SETTINGS_ERRORS.search(text)
     return StoreError(
@@ -266,12 +255,19 @@ class ObjectStatus(NamedTuple):
         return os.stat_result(fields, {"st_blocks": -(-self.size // 512)})
 
 
-def head(path: StorePath) -> ObjectStatus:
-    """Raises NotFoundError if the object does not exist."""
+@contextmanager
+def _request(path: StorePath, action: str) -> Iterator[tuple[Any, "ObjectStore"]]:
+    """Yield the module obstore and the store of a path; raises as `obstore_errors`."""
     store = _store_of(path)
     import obstore
 
-    with store_request(path, "look at the object"):
+    with obstore_errors(path, action):
+        yield obstore, store
+
+
+def head(path: StorePath) -> ObjectStatus:
+    """Raises NotFoundError if the object does not exist."""
+    with _request(path, "look at the object") as (obstore, store):
         return _status(obstore.head(store, path.key))
 
 
@@ -287,24 +283,21 @@ def read(path: StorePath, stop: int | None = None) -> tuple[bytes, ObjectStatus]
 
 
 def _get(path: StorePath, start: int, stop: int | None, tag: str | None) -> tuple[memoryview, ObjectStatus]:
-    store = _store_of(path)
-    import obstore
-
     # Always a range: the answer then states the size of the object beside the length of what it sends.
     options: dict[str, Any] = {"range": {"offset": start} if stop is None else (start, stop)}
     # A weak tag never matches in a condition (RFC 9110, 13.1.1), so the tag of the answer is compared.
     weak = tag is not None and tag.startswith("W/")
     if tag is not None and not weak:
         options["if_match"] = tag
-    with store_request(path, "read it"):
+    with _request(path, "read it") as (obstore, store):
         try:
-            found = _repeated(lambda: _whole(obstore.get(store, path.key, options=options)))  # type: ignore[arg-type]
+            found = _repeated(lambda: _whole(obstore.get(store, path.key, options=options)))
         except Exception as error:
             if start or "InvalidRange" not in str(error):
                 raise
             found = memoryview(b""), head(path)  # it is empty, and has no range
         if weak and found[1].tag != tag:
-            raise replaced(path)
+            raise _replaced(path)
         return found
 
 
@@ -318,10 +311,7 @@ def _whole(answer: Any) -> tuple[memoryview, ObjectStatus]:
 
 
 def put(path: StorePath, content: bytes) -> None:
-    store = _store_of(path)
-    import obstore
-
-    with store_request(path, "write it"):
+    with _request(path, "write it") as (obstore, store):
         obstore.put(store, path.key, content, use_multipart=False)
 
 
@@ -331,18 +321,14 @@ def put_unless_changed(path: StorePath, content: bytes, seen: ObjectStatus | Non
     None means unknown: an earlier, repeated request may have been carried out, or may still be. A StoreError has the
     errno EACCES only if the store has refused the only request.
     """
-    store = _store_of(path)
-    import obstore
-    from obstore.exceptions import AlreadyExistsError, PreconditionError
-
     mode: Any = "create"
     if seen is not None:
         known = {"e_tag": seen.tag, "version": seen.version}
         mode = {name: value for name, value in known.items() if value is not None}
-    with store_request(path, "write it"):
+    with _request(path, "write it") as (obstore, store):
         try:
             _repeated(lambda: obstore.put(store, path.key, content, mode=mode))
-        except (AlreadyExistsError, PreconditionError) as error:
+        except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError) as error:
             # After a repetition, the condition may fail because of our own earlier request.
             return None if was_repeated(error) else False
     return True
@@ -350,11 +336,8 @@ def put_unless_changed(path: StorePath, content: bytes, seen: ObjectStatus | Non
 
 def put_pieces(path: StorePath, pieces: Iterator[Any], *, part_bytes: int | None, at_once: int) -> None:
     """Write an object from pieces of memory, which must not change while a piece is referenced."""
-    store = _store_of(path)
-    import obstore
-
     several: dict[str, Any] = {} if part_bytes is None else {"chunk_size": part_bytes, "max_concurrency": at_once}
-    with store_request(path, "write it"):
+    with _request(path, "write it") as (obstore, store):
         obstore.put(store, path.key, pieces, use_multipart=part_bytes is not None, **several)
 
 
@@ -362,36 +345,27 @@ def delete(paths: Sequence[StorePath]) -> None:
     """Delete objects of one bucket; missing ones are no error."""
     if not paths:
         return
-    store = _store_of(paths[0])
-    import obstore
-
     keys = [path.key for path in paths]
-    with store_request(paths[0].parent, "delete its objects"):
+    with _request(paths[0].parent, "delete its objects") as (obstore, store):
         try:
             _repeated(lambda: obstore.delete(store, keys))
         except FileNotFoundError:
             # Some stores stop at the first that is missing.
             for key in keys:
                 with suppress(FileNotFoundError):
-                    _repeated(lambda key=key: obstore.delete(store, key))  # type: ignore[misc]
+                    _repeated(partial(obstore.delete, store, key))
 
 
 def begins_as(path: StorePath, start: bytes) -> bool:
     """Whether an object begins with these bytes; for servers without range requests."""
-    store = _store_of(path)
-    import obstore
-
-    with store_request(path, "read it"):
+    with _request(path, "read it") as (obstore, store):
         # The first chunk of the stream only: the page may be long.
         return bytes(next(iter(obstore.get(store, path.key).stream()), b""))[: len(start)] == start
 
 
 def children(path: StorePath) -> Iterator[tuple[str, ObjectStatus | None]]:
     """Yield the names below a prefix, one level deep; the status is None for a further prefix."""
-    store = _store_of(path)
-    import obstore
-
-    with store_request(path, "list it"):
+    with _request(path, "list it") as (obstore, store):
         found = _repeated(lambda: obstore.list_with_delimiter(store, path.key or None))
     for prefix in found["common_prefixes"]:
         yield prefix.rstrip("/").rpartition("/")[2], None
@@ -403,10 +377,7 @@ def children(path: StorePath) -> Iterator[tuple[str, ObjectStatus | None]]:
 
 def objects(path: StorePath, *, after: str | None = None) -> list[ObjectStatus]:
     """Return every object below a prefix, with keys greater than ``after``. Raises UnsupportedError for a bad key."""
-    store = _store_of(path)
-    import obstore
-
-    with store_request(path, "list it"):
+    with _request(path, "list it") as (obstore, store):
         found = _repeated(lambda: obstore.list(store, path.key or None, offset=after).collect())
         return [_status(each) for each in found]
 
@@ -467,11 +438,11 @@ def _connect(bucket: str, endpoint: str, seconds: float, first_pause: float, lon
     }
     # A plain endpoint is one that the user has named.
     client: Any = {"timeout": limit, "allow_http": f"{endpoint} {bucket}".count("http://") > 0}
-    with store_request(bucket, "use the store"):
+    with obstore_errors(bucket, "use the store"):
         try:
             store: ObjectStore = from_url(bucket, client_options=client, retry_config=retry)
         except Exception as error:
-            raise_alone(unusable(bucket, str(error)))
+            raise_alone(_unusable(bucket, str(error)))
     return store
 
 

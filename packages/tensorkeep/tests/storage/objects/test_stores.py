@@ -24,7 +24,7 @@ from store_servers import ACCESS_KEY, SECRET, Fault, Proxy, always, serving, upl
 from tensorkeep.cli.main import main
 from tensorkeep.paths import StorePath, as_path
 from tensorkeep.storage import object_store, parallel, store_commit, store_requests
-from tensorkeep.storage.store_requests import redacted, store_request
+from tensorkeep.storage.store_requests import obstore_errors, redacted
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
 
@@ -240,7 +240,7 @@ def test_no_error_repeats_a_secret(monkeypatch: pytest.MonkeyPatch, answer: str)
     ],
 )
 def test_the_remedy_fits_the_answer(answer: str, remedy: str) -> None:
-    with pytest.raises(tensorkeep.StoreError, match=remedy), store_request(f"{BUCKET}/x", "read it"):
+    with pytest.raises(tensorkeep.StoreError, match=remedy), obstore_errors(f"{BUCKET}/x", "read it"):
         raise OSError(f"Generic S3 error: Server returned non-2xx status code: {answer}")
 
 

@@ -379,7 +379,7 @@ class Links(SharedFiles):
             return f"{record.name} cannot be linked: its new name would be too long"
         link = self._directory / name
         try:
-            os.link(f"{self._opened.directory.fd_path}/{record.name}", link)
+            os.link(f"{self._opened.directory.stable_path}/{record.name}", link)
             is_own = True
         except FileExistsError:
             is_own = False  # another rank was first

@@ -82,7 +82,7 @@ class OpenFiles:
 
     def _open_file(self, record: FileRecord, *, page_cache: bool) -> SourceFile:
         try:
-            file = self.directory.open_one_of(len(self.records), record.name, follow_links=False, page_cache=page_cache)
+            file = self.directory.open(record.name, follow_links=False, page_cache=page_cache, one_of=len(self.records))
         except NotACheckpointError as error:
             raise missing_file(self.directory.path_of(record.name)) from error
         if file.size != record.bytes:
