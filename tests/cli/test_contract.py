@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import tomllib
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -92,7 +91,9 @@ def test_the_flags_and_summaries_are_those_documented(command: str) -> None:
     assert app.help == app.default_command.__doc__.strip().splitlines()[0]
 
 
-def test_commands_are_plug_ins_and_a_missing_package_is_named(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_plug_ins_and_a_missing_package_is_named(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     # The table agrees with the entry points of the packages.
     found: dict[str, str] = {}
@@ -114,8 +115,12 @@ def test_commands_are_plug_ins_and_a_missing_package_is_named(call: Call, monkey
     assert "(needs chatgot)" in call("--help").out
     # Another package adds a command of its own to a group, and cannot replace one.
     entries = {"bench.mine": "platform:python_version", "info": "platform:machine", "mine": "platform:system"}
-    mine = [EntryPoint(name, target, "tensorkeep.commands") for name, target in entries.items()]
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: mine)
+    package = tmp_path / "mine-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Name: mine\nVersion: 1\n")
+    lines = [f"{name} = {target}" for name, target in entries.items()]
+    (package / "entry_points.txt").write_text("\n".join(["[tensorkeep.commands]", *lines, ""]))
+    monkeypatch.syspath_prepend(tmp_path)
     for words, name in (("--help", "mine"), ("bench --help", "mine"), ("info --help", "checkpoint")):
         assert f" {name}" in call(*words.split()).out
     assert {*commands.plug_in_commands()} == {"bench mine", "mine"}

@@ -22,7 +22,6 @@ and a built-in exception as a second base, so that ``except FileNotFoundError`` 
         └── MissingExtraError (ImportError)         7  an optional package is not installed
 """
 
-import difflib
 import errno as codes
 import importlib
 import os
@@ -259,6 +258,8 @@ def installation_of(package: str) -> str:
 
 def did_you_mean(name: str, known: Collection[str], what: str = "known") -> str:
     """The remedy for an unknown name: the nearest known name, or ``what`` and all known names."""
+    import difflib  # of no use to a program that makes no mistake
+
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"{what}: {', '.join(known) or 'none'}"
 

@@ -1,17 +1,14 @@
 """Errors as messages and exit codes; ``docs/reference/exit-codes.md`` lists the codes."""
 
 import errno
-import json
 import re
-import shlex
 import sys
-import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 
 from cyclopts.exceptions import CycloptsError, UnknownCommandError
 
-from tensorkeep.cli.output import finish_stdout
+from tensorkeep.cli.output import finish_stdout, print_json
 from tensorkeep.cli.text import printable
 from tensorkeep.errors import OutOfMemoryError, StoreError, TensorkeepError, UsageError, did_you_mean, is_out_of_memory
 
@@ -72,6 +69,9 @@ def _as_option(keyword: re.Match[str]) -> str:
     option = f"--{keyword[1].replace('_', '-')}"
     if keyword[2] == "True":
         return option
+    import json
+    import shlex
+
     try:
         value = json.loads(keyword[2])
     except ValueError:  # a name from a file has brackets or quotes
@@ -83,12 +83,14 @@ def report_error(error: BaseException, *, as_json: bool, verbose: bool) -> int:
     """Print an error on stderr, with ``as_json`` also as JSON on stdout, and return the exit code."""
     # A traceback of the parser does not help a user who mistyped an option.
     if verbose and not isinstance(error, CycloptsError):
+        import traceback
+
         traceback.print_exception(error, file=sys.stderr)
     failure = print_error(error)
     if as_json:
         # If stdout fails as well, the error is on stderr.
         with suppress(OSError):
-            print(json.dumps({"error": failure.as_dict()}, indent=2))
+            print_json({"error": failure.as_dict()})
     finish_stdout()
     return failure.exit_code
 

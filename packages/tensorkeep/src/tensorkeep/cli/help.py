@@ -3,8 +3,7 @@
 import inspect
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cyclopts import App
 from cyclopts.help.formatters import DefaultFormatter
@@ -23,6 +22,7 @@ _UNWRAPPED = 1 << 16
 
 def show_whole_docstring(app: App) -> None:
     """Show the docstring of a command above its options, not only its first line."""
+    # The summary of a lazily imported command is all that cyclopts knows of its docstring.
     if app.default_command is not None:
         # The parameters of the docstring are cyclopts' part.
         text = inspect.cleandoc(app.default_command.__doc__ or "").partition("\nParameters\n")[0]
@@ -43,52 +43,27 @@ class Formatter(DefaultFormatter):
         super().__call__(console, options, panel)
 
 
-@dataclass(frozen=True, slots=True)
-class DescribedOption:
+class DescribedOption(NamedTuple):
     """An option or an argument; ``names`` include the placeholder of its value."""
 
     names: tuple[str, ...]
     text: str
 
 
-@dataclass(slots=True)
 class DescribedCommand:
-    """The help of a command; ``panels`` has the options by the title of a panel."""
+    """A help formatter that keeps the help of a command; ``panels`` has the options by the title of a panel."""
 
-    usage: str = ""
-    description: str = ""
-    panels: dict[str, list[DescribedOption]] = field(default_factory=dict)
-
-
-def described(app: App, command: str) -> DescribedCommand:
-    """Return the help of a command as data. The formatter of the application is replaced."""
-    from rich.console import Console
-
-    found = DescribedCommand()
-    app.help_formatter = _Collector(found)
-    show_whole_docstring(app.parse_commands(command.split())[1][-1])
-    # cyclopts calls the formatter; nothing is printed.
-    app.help_print(command.split(), console=Console(file=io.StringIO(), width=_UNWRAPPED))
-    return found
-
-
-class _Collector:
-    """A help formatter of cyclopts that keeps the parts of the help instead of printing them."""
-
-    def __init__(self, command: DescribedCommand) -> None:
-        self._command = command
+    def __init__(self) -> None:
+        self.usage = self.description = ""
+        self.panels: dict[str, list[DescribedOption]] = {}
 
     def render_usage(self, console: "Console", options: "ConsoleOptions", usage: Any) -> None:
-        self._command.usage = _plain(console, usage).removeprefix("Usage: ")
+        self.usage = _plain(console, usage).removeprefix("Usage: ")
 
     def render_description(self, console: "Console", options: "ConsoleOptions", description: Any) -> None:
-        self._command.description = _plain(console, description)
+        self.description = _plain(console, description)
 
     def __call__(self, console: "Console", options: "ConsoleOptions", panel: "HelpPanel") -> None:
-        # A group without options of its own has an empty panel.
-        if not panel.entries:
-            return
-        shown = self._command.panels.setdefault(_plain(console, panel.title), [])
         for entry in panel.entries:
             remarks = ["Required."] if entry.required else []
             if entry.choices:
@@ -96,6 +71,7 @@ class _Collector:
             if entry.default is not None:
                 remarks.append(f"Default: {entry.default}.")
             text = " ".join([_plain(console, entry.description), *remarks])
+            shown = self.panels.setdefault(_plain(console, panel.title), [])
             shown.append(DescribedOption(tuple(entry.display_labels_with_metavar), text))
 
 
@@ -103,6 +79,17 @@ def _plain(console: "Console", text: Any) -> str:
     with console.capture() as capture:
         console.print(text, end="")
     return " ".join(capture.get().split())
+
+
+def described(app: App, command: str) -> DescribedCommand:
+    """Return the help of a command as data. The formatter of the application is replaced."""
+    from rich.console import Console
+
+    app.help_formatter = found = DescribedCommand()
+    show_whole_docstring(app.parse_commands(command.split())[1][-1])
+    # cyclopts calls the formatter; nothing is printed.
+    app.help_print(command.split(), console=Console(file=io.StringIO(), width=_UNWRAPPED))
+    return found
 
 
 def manual_page(app: App, commands: Sequence[str], epilogue: str) -> str:
@@ -120,17 +107,15 @@ def manual_page(app: App, commands: Sequence[str], epilogue: str) -> str:
         # The same for every command: shown once, at the end.
         shared = found.panels.pop(EVERYWHERE.name)
         lines += [f'.SS "{command}"', ".PP", rf"\fB{escaped(found.usage)}\fR", ".PP", escaped(found.description)]
-        for options in found.panels.values():
-            lines += _options(options)
+        lines += [line for options in found.panels.values() for line in _options(options)]
         lines += _examples(command, "Examples:")
     lines += ['.SH "OPTIONS OF EVERY COMMAND"', *_options(shared), '.SH "ENVIRONMENT, FILES AND EXIT STATUS"']
-    for paragraph in epilogue.split("\n\n"):
-        lines += [escaped(paragraph), ".PP"]
+    lines += [line for paragraph in epilogue.split("\n\n") for line in (escaped(paragraph), ".PP")]
     return "\n".join([*lines, *_examples("", ".SH EXAMPLES"), ""])
 
 
 def _options(options: Iterable[DescribedOption]) -> list[str]:
-    texts = [[".TP", rf"\fB{escaped(', '.join(option.names))}\fR", escaped(option.text)] for option in options]
+    texts = [(".TP", rf"\fB{escaped(', '.join(names))}\fR", escaped(text)) for names, text in options]
     return [line for text in texts for line in text]
 
 
@@ -139,17 +124,11 @@ def _examples(command: str, heading: str) -> list[str]:
     return [".PP", heading, ".PP", ".EX", *examples, ".EE"]
 
 
+_ESCAPES = str.maketrans({"\\": r"\e", "-": r"\-", "'": r"\(aq", "`": r"\(ga", "^": r"\(ha", "~": r"\(ti"})
+
+
 def escaped(text: str) -> str:
     """Return text that roff prints as it is, with hyphens that can be copied."""
-    # The backslash first: the other replacements add backslashes.
-    for character, escape in {
-        "\\": r"\e",
-        "-": r"\-",
-        "'": r"\(aq",
-        "`": r"\(ga",
-        "^": r"\(ha",
-        "~": r"\(ti",
-    }.items():
-        text = text.replace(character, escape)
+    text = text.translate(_ESCAPES)
     # A leading dot or quote would make the line a request.
     return rf"\&{text}" if text.startswith((".", r"\(aq")) else text

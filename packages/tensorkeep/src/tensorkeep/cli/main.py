@@ -9,7 +9,6 @@ from cyclopts import App
 
 from tensorkeep.cli.commands import COMMANDS, CORE, GROUPS, add_commands, epilogue, plug_in_commands
 from tensorkeep.cli.errors import BROKEN_PIPE, report_error
-from tensorkeep.cli.help import Formatter, show_whole_docstring
 from tensorkeep.cli.options import (
     StoreOptions,
     flags_after_command,
@@ -43,7 +42,6 @@ def build_app(*, plug_ins: bool = True, name: str = CORE, description: str = DES
         name=name,
         help=description,
         help_format="plaintext",
-        help_formatter=Formatter(),
         help_epilogue=f"{EPILOGUE}\n\n{epilogue('')}" if name == CORE else EPILOGUE,
         version=__version__,
         version_flags=["--version", "-V"],
@@ -84,9 +82,12 @@ def _run(tokens: list[str], name: str, description: str) -> int:
         # Reading the entry points of all installed packages takes longer than parsing the options.
         known = " ".join(tokens[:1]) in COMMANDS or " ".join(tokens[:2]) in COMMANDS
         app = build_app(plug_ins=not known, name=name, description=description)
-        # The summary of a lazily imported command is all that cyclopts knows of its docstring.
         words = [token for token in tokens if token not in app.help_flags]
         if len(words) < len(tokens):
+            # Only here: the import takes a tenth of the time of a short command.
+            from tensorkeep.cli.help import Formatter, show_whole_docstring
+
+            app.help_formatter = Formatter()
             show_whole_docstring(app.parse_commands(words)[1][-1])
         command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
         # From here on the options are known, with the environment and the file.

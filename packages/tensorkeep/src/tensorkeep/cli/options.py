@@ -2,7 +2,6 @@
 which overrides the TOML file of ``-C`` (``[convert]`` / ``memory-budget = "1GiB"``), which overrides the default.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -13,7 +12,6 @@ from typing import Annotated, Literal, get_args
 
 from cyclopts import App, Parameter
 from cyclopts.argument import ArgumentCollection
-from cyclopts.config import Dict, Env
 from cyclopts.token import Token
 from cyclopts.validators import Number
 
@@ -122,6 +120,8 @@ def _flags_everywhere() -> dict[str, bool]:
 
 def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Take options, but no positional arguments, from ``TENSORKEEP_*``."""
+    from cyclopts.config import Env
+
     options = arguments.copy()
     # TENSORKEEP_PATH in the environment must not become the path of a command.
     options[:] = [argument for argument in arguments if argument.name.startswith("-")]
@@ -142,7 +142,11 @@ def from_file(known: Collection[str], app: App, commands: tuple[str, ...], argum
     tokens = [argument.tokens for argument in arguments if argument.name == "--config" and argument.tokens]
     if not tokens:
         return
-    # Only here, because this module imports msgspec, which `tensorkeep --help` does without.
+    # Only here, because `tensorkeep --help` needs none of them.
+    import difflib
+
+    from cyclopts.config import Dict
+
     from tensorkeep.settings import read_toml
 
     path = tokens[0][-1].value

@@ -1,12 +1,9 @@
 """The options of every command, and printing by them: JSON or text, notes, progress and log messages."""
 
 import io
-import json
-import logging
 import math
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from tensorkeep.cli.text import columns, elided, print_lines, printable
+from tensorkeep.cli.text import columns, elided, print_lines, printable, wrapped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,8 +45,7 @@ class Output:
     def show(self, document: Mapping[str, Any], text: Callable[[], None]) -> None:
         """Print the document with ``--json``; else call ``text``, which prints, unless ``--quiet`` is set."""
         if self.json:
-            # `default=str` is for paths and dtypes.
-            print(json.dumps(_strict(document), indent=2, allow_nan=False, default=str))
+            print_json(document)
         elif not self.quiet:
             text()
 
@@ -66,11 +62,8 @@ class Output:
 
     def paragraph(self, *sentences: str) -> None:
         """Print an empty line and sentences, wrapped at 79 columns or less."""
-        # A name or path that is broken cannot be copied.
-        wrapper = textwrap.TextWrapper(
-            min(79, columns()), subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
-        )
-        self.print_lines("", *(line for text in sentences for line in wrapper.wrap(printable(text))))
+        width = min(79, columns())
+        self.print_lines("", *(line for text in sentences for line in wrapped(printable(text), width, "   ")))
 
     def note(self, text: str) -> None:
         if not self.quiet:
@@ -151,6 +144,13 @@ def counter(
         yield Counter(bar, bar.add_task("", total=total, completed=done), refresh=not auto_refresh)
 
 
+def print_json(document: Mapping[str, Any]) -> None:
+    import json  # only here, because `tensorkeep --help` does without it
+
+    # `default=str` is for paths and dtypes.
+    print(json.dumps(_strict(document), indent=2, allow_nan=False, default=str))
+
+
 def _strict(value: Any) -> Any:
     # JSON has neither NaN nor infinity, and strict parsers refuse what Python writes for them.
     if isinstance(value, float):
@@ -166,17 +166,18 @@ def _strict(value: Any) -> Any:
 LOGGERS = ("tensorkeep", "tensorkeep_formats", "chatgot", "tensorkeep_bench")
 
 
-class _LogLine(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        # One line: a message may contain a name with a line end.
-        print(printable(f"{record.levelname.lower()}: {record.getMessage()}"), file=sys.stderr)
-
-
 @contextmanager
 def logging_to_stderr(output: Output) -> Iterator[None]:
     """Print log records of our packages: warnings; with ``-v`` the level INFO as well; with ``-q`` errors only."""
+    import logging
+
+    class LogLine(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            # One line: a message may contain a name with a line end.
+            print(printable(f"{record.levelname.lower()}: {record.getMessage()}"), file=sys.stderr)
+
     # Only while the command runs: tests and programs call `main` several times in a process.
-    logs, handler = [logging.getLogger(name) for name in LOGGERS], _LogLine()
+    logs, handler = [logging.getLogger(name) for name in LOGGERS], LogLine()
     # A program that calls `main` may have set its own levels.
     levels = [log.level for log in logs]
     for log in logs:

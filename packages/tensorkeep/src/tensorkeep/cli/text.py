@@ -1,8 +1,6 @@
 """Text and tables: fitted to the width of a terminal, aligned and complete in a pipe."""
 
-import shutil
 import sys
-import textwrap
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -52,15 +50,21 @@ def _wrapped(line: str) -> str:
     if not sys.stdout.isatty():
         return line
     indent = line[: len(line) - len(line.lstrip())]
+    return "\n".join(wrapped(line, columns(), f"{indent}  "))
+
+
+def wrapped(text: str, width: int, indent: str) -> list[str]:
+    """Break a text into lines between words; further lines begin with ``indent``."""
+    import textwrap
+
     # A path or a name that is broken cannot be copied.
-    wrapper = textwrap.TextWrapper(
-        columns(), subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False
-    )
-    return wrapper.fill(line)
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def columns() -> int:
     """Return the width of the terminal, or 80 without one."""
+    import shutil
+
     return shutil.get_terminal_size().columns
 
 
