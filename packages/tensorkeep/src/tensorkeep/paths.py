@@ -23,13 +23,8 @@ class StorePath(PosixPath):
     """The path of an object, or of several that share a prefix, in an object store.
 
     It joins and splits like any other path, but does not exist on a file system: `tensorkeep.storage.storage_of`
-    chooses the storage by the class of a path.
-
-    Examples
-    --------
-    >>> path = StorePath("s3://bucket/run") / "step-000100"
-    >>> str(path), path.name, path.bucket, path.key
-    ('s3://bucket/run/step-000100', 'step-000100', 's3://bucket', 'run/step-000100')
+    chooses the storage by the class of a path. ``s3://bucket/run/step-000100`` has the bucket ``s3://bucket`` and the
+    key ``run/step-000100``.
     """
 
     def __str__(self) -> str:
@@ -42,12 +37,10 @@ class StorePath(PosixPath):
 
     @property
     def bucket(self) -> str:
-        """The URL of the bucket, or of the server."""
         return f"{self.parts[0]}//{self.parts[1] if len(self.parts) > 1 else ''}"
 
     @property
     def key(self) -> str:
-        """The name within the bucket."""
         return "/".join(self.parts[2:])
 
     @property
@@ -70,8 +63,14 @@ def as_path(path: PathLike) -> Path:
     """A `StorePath` for the URL of an object store."""
     if elsewhere := _elsewhere(path):
         return elsewhere
+    return StorePath(path) if _scheme_of(path).lower() in STORES else Path(path)
+
+
+def _scheme_of(path: PathLike) -> str:
+    """Return the scheme of a URL as it is written; empty for the path of a disk."""
     found = _SCHEME.match(os.fspath(path))
-    return StorePath(path) if found and found[1].lower() in STORES and _is_url(path, found) else Path(path)
+    # A `Path` has lost the second slash of "s3://".
+    return found[1] if found and (found[2] or isinstance(path, PurePath)) else ""
 
 
 def absolute(path: PathLike, *, follow_links: bool = False) -> Path:
@@ -129,17 +128,16 @@ def checked_path(path: PathLike, *, stores: bool = False) -> PathLike:
     except UnicodeEncodeError as error:
         text = f"{shown!r} has a character that names of files cannot have here ({sys.getfilesystemencoding()})"
         raise UsageError(text, remedy="choose another name, or set LC_ALL=C.UTF-8") from error
-    scheme = _SCHEME.match(text)
-    if scheme and _is_url(path, scheme):
-        if stores and scheme[1].lower() in STORES:
-            found = as_path(path)
-            # Without a bucket, a URL and the path of a folder have the same text.
-            if len(found.parts) < 2:
-                raise UsageError("the URL has no bucket", path=text, remedy=f"write {scheme[1]}://BUCKET/PATH")
-            if isinstance(found, StorePath):
-                check_url(found)
-            return found
-        raise _url_error(text, scheme[1])
+    if scheme := _scheme_of(path):
+        if not stores or scheme.lower() not in STORES:
+            raise _url_error(without_secrets(text), scheme)
+        found = as_path(path)
+        # Without a bucket, a URL and the path of a folder have the same text.
+        if len(found.parts) < 2:
+            raise UsageError("the URL has no bucket", path=text, remedy=f"write {scheme}://BUCKET/PATH")
+        if isinstance(found, StorePath):
+            check_url(found)
+        return found
     if not text.startswith("~"):
         return path
     expanded = os.path.expanduser(text)
@@ -151,23 +149,11 @@ def checked_path(path: PathLike, *, stores: bool = False) -> PathLike:
     return expanded
 
 
-def _is_url(path: PathLike, scheme: re.Match[str]) -> bool:
-    # A `Path` has lost the second slash of "s3://".
-    return bool(scheme[2]) or isinstance(path, PurePath)
-
-
-def _url_error(text: str, scheme: str) -> UnsupportedError:
-    text = without_secrets(text)
+def _url_error(shown: str, scheme: str) -> UnsupportedError:
+    message = f"{scheme}:// is not supported"
+    remedy = f"checkpoints are read from disks and from {', '.join(f'{name}://' for name in STORES)}"
     if scheme.lower() == "file":
-        return UnsupportedError("URLs are not supported", path=text, remedy="give the path without file://")
-    if scheme.lower() in STORES:
-        return UnsupportedError(
-            f"{scheme}:// is not supported here",
-            path=text,
-            remedy="give the path of a disk",
-        )
-    return UnsupportedError(
-        f"{scheme}:// is not supported",
-        path=text,
-        remedy=f"checkpoints are read from disks and from {', '.join(f'{name}://' for name in STORES)}",
-    )
+        message, remedy = "URLs are not supported", "give the path without file://"
+    elif scheme.lower() in STORES:
+        message, remedy = f"{message} here", "give the path of a disk"
+    return UnsupportedError(message, path=shown, remedy=remedy)

@@ -21,7 +21,7 @@ def measured(data: Bytes, dtype: DType, step: int | None = None) -> TensorStatis
     starts = list(range(0, len(data), step or max(len(data), 1)))
     random.Random(0).shuffle(starts)
     for start in starts:
-        found.add(start, data[start : start + step] if step else data)
+        found.add(data[start : start + step] if step else data)
     return found.result()
 
 
@@ -96,7 +96,7 @@ def test_threads_and_order_do_not_change_a_bit() -> None:
     starts = range(0, len(data), 100_000)
     for found, order in ((one, starts), (other, reversed(starts))):
         for start in order:
-            found.add(start, data[start : start + 100_000])
+            found.add(data[start : start + 100_000])
     assert one.result() == other.result()
     # The sum of squares would lose all digits.
     assert one.result().std == pytest.approx(data.view(np.float32).astype(np.float64).std(), rel=1e-9)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorkeep.formats.base import Entry
-from tensorkeep.pages.treemap import Group, ModuleSum, Rectangle, grouped, module_sums, squarified
+from tensorkeep.pages.treemap import Group, Rectangle, grouped, module_totals, squarified
 from tensorkeep.state.dtypes import BY_NAME
 
 WHOLE = Rectangle(5, 7, 200, 100)
@@ -73,7 +73,8 @@ def test_many_top_level_names_are_not_framed_and_nothing_has_an_empty_map() -> N
 def test_layers_are_summed_together_and_the_smallest_modules_as_well() -> None:
     entries = [entry(f"model.layers.{layer}.w", 400) for layer in range(5)]
     entries += [entry("model.head.w", 100), entry("bias", 40), entry("scale", 8)]
-    layers, head = ModuleSum("model.layers", 5, 2000, 1000), ModuleSum("model.head", 1, 100, 50)
-    assert module_sums(entries, 3) == [layers, head, ModuleSum("2 more", 2, 48, 24)]
-    assert [each.name for each in module_sums(entries, 4)] == ["model.layers", "model.head", "bias", "scale"]
-    assert module_sums([], 3) == []
+    found = {name: (each.tensors, each.nbytes, each.stored_bytes) for name, each in module_totals(entries, 3).items()}
+    assert found == {"model.layers": (5, 2000, 1000), "model.head": (1, 100, 50), "2 more": (2, 48, 24)}
+    assert [*found] == ["model.layers", "model.head", "2 more"]
+    assert [*module_totals(entries, 4)] == ["model.layers", "model.head", "bias", "scale"]
+    assert module_totals([], 3) == {}

@@ -125,10 +125,10 @@ def report_of(path: PathLike, reader: Reader) -> InfoReport:
     return InfoReport(
         path=os.fspath(path),
         format=reader.format,
-        total=_total(entries),
-        by_dtype=_totals(entries, lambda entry: entry.dtype.name),
-        by_part=_totals(entries, lambda entry: entry.part),
-        by_codec=_totals(entries, lambda entry: entry.codec),
+        total=total_of(entries),
+        by_dtype=totals_by(entries, lambda entry: entry.dtype.name),
+        by_part=totals_by(entries, lambda entry: entry.part),
+        by_codec=totals_by(entries, lambda entry: entry.codec),
         entries=entries,
         metadata=reader.metadata,
         details=reader.details,
@@ -137,14 +137,14 @@ def report_of(path: PathLike, reader: Reader) -> InfoReport:
     )
 
 
-def _totals(entries: Iterable[Entry], key: Callable[[Entry], str]) -> dict[str, Total]:
+def totals_by(entries: Iterable[Entry], key: Callable[[Entry], str]) -> dict[str, Total]:
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
         groups.setdefault(key(entry), []).append(entry)
-    return {name: _total(group) for name, group in groups.items()}
+    return {name: total_of(group) for name, group in groups.items()}
 
 
-def _total(entries: list[Entry]) -> Total:
+def total_of(entries: list[Entry]) -> Total:
     # A tensor that shares the storage of another one counts, but takes no bytes.
     own = [entry for entry in entries if entry.alias_of is None]
     return Total(

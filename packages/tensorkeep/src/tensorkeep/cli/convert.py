@@ -93,7 +93,8 @@ def convert(
     """
     jobs, into_folder = _plan(paths, to, output)
     if to is None:
-        output.note(f"writing {_named(jobs[0].format)}, by the suffix of the destination (see --to)")
+        named = "a native checkpoint" if jobs[0].format == "native" else jobs[0].format
+        output.note(f"writing {named}, by the suffix of the destination (see --to)")
 
     def run(job: _Job) -> SaveReport:
         with output.meter(f"converting {job.source}") as progress:
@@ -162,7 +163,6 @@ def _is_taken(destination: str) -> bool:
 
 
 def _stem(source: str) -> str:
-    """Return the name of a source without the suffix of a format."""
     # The path may be `.` or `..`, which are no names. The step in run@1200 stays: it is not the suffix of a format.
     path = Path(os.path.abspath(source))
     # No format has .ckpt, because every trainer uses this suffix.
@@ -183,10 +183,6 @@ def _run_all(jobs: list[_Job], run: Callable[[_Job], SaveReport], output: Output
     # The text was printed after each conversion.
     output.show(results.as_dict(), lambda: None)
     return results.code
-
-
-def _named(format: str) -> str:
-    return "a native checkpoint" if format == "native" else format
 
 
 def _print_report(source: str, report: SaveReport) -> None:

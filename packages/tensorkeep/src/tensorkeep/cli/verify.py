@@ -59,14 +59,12 @@ def _print_report(report: VerifyReport, seconds: float, *, quiet: bool) -> None:
         amount = f"{counted(report.tensors, 'tensor')}, {format_bytes(report.nbytes)}"
         # Raw bytes, so that compressed checkpoints compare.
         speed = format_speed(report.nbytes, seconds)
-        unread = (
-            f"; {counted(len(report.placeholders), 'value')} cannot be read (see info)" if report.placeholders else ""
-        )
+        values = counted(len(report.placeholders), "value")
+        unread = f"; {values} cannot be read (see info)" if report.placeholders else ""
         print_verdict("ok", f": {report.path}: {amount}, {checked}, {speed}{unread}", good=True)
 
 
 def _describe(problem: Problem) -> str:
-    where = [problem.file, None if problem.name is None else f"tensor {problem.name!r}"]
-    if problem.block is not None:
-        where.append(f"block {problem.block}")
-    return ": ".join([part for part in where if part] + [problem.message])
+    tensor = None if problem.name is None else f"tensor {problem.name!r}"
+    block = None if problem.block is None else f"block {problem.block}"
+    return ": ".join(part for part in (problem.file, tensor, block, problem.message) if part)

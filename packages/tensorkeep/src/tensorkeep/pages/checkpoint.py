@@ -1,7 +1,7 @@
 """The page of a checkpoint: a treemap of its modules, totals, and the statistics of every tensor."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tensorkeep.checkpoint.info import InfoReport, Total, describe, report_of
@@ -12,7 +12,7 @@ from tensorkeep.formats.finding import open_reader
 from tensorkeep.pages.elements import ReportTable, TableEntry, facts_of
 from tensorkeep.pages.page import MOST_MODULES, Column, Findings, PageSubject, drawn_table, show_page, title_of
 from tensorkeep.pages.statistics import DEFAULT_SAMPLE, Sample, TensorStatistics, choose_sample, measure
-from tensorkeep.pages.treemap import grouped, module_sums
+from tensorkeep.pages.treemap import grouped, module_totals
 from tensorkeep.storage.buffers import DEFAULT_BUDGET
 from tensorkeep.storage.parallel import Progress
 from tensorkeep.units import counted, format_bytes, format_moment
@@ -99,7 +99,7 @@ class CheckpointContents(PageSubject):
         return found
 
     def summary(self) -> ReportTable:
-        return _sums("Modules", self.stored, MOST_MODULES, ratio=True)
+        return _table("Modules", "module", module_totals(self.stored, MOST_MODULES), without=(">elements",))
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -110,7 +110,7 @@ class CheckpointContents(PageSubject):
             "zero": [entry.name for entry in self.zero],
             "tensors": [
                 # A view may be only a part of the tensor that was measured.
-                {**describe(e), "statistics": None if e.alias_of else self.statistics[e.name].as_dict()}
+                {**describe(e), "statistics": None if e.alias_of else asdict(self.statistics[e.name])}
                 for e in self.info.entries
             ],
         }
@@ -128,9 +128,7 @@ class CheckpointContents(PageSubject):
         maps = [("stored bytes", _map(info.entries, lambda entry: entry.stored_bytes, colours))]
         if info.total.nbytes != info.total.stored_bytes:
             maps.append(("raw bytes", _map(self.stored, lambda entry: entry.nbytes, colours)))
-        totals = [
-            _totals(*each) for each in (("dtype", info.by_dtype), ("codec", info.by_codec), ("part", info.by_part))
-        ]
+        totals = {"dtype": info.by_dtype, "codec": info.by_codec, "part": info.by_part}
         return show_page(
             "checkpoint.html.j2",
             title_of(info.path),
@@ -144,11 +142,14 @@ class CheckpointContents(PageSubject):
                 (name, colours[name], f"{format_bytes(total.stored_bytes)} in {counted(total.tensors, 'tensor')}")
                 for name, total in _largest_first(info.by_dtype)
             ],
-            totals=[_sums("By module", self.stored), *totals],
+            totals=[
+                _modules("By module", self.stored),
+                *(_table(f"By {what}", f"={what}", dict(_largest_first(each))) for what, each in totals.items()),
+            ],
             left_out=table.left_out_text(
                 "those that are not finite, then the largest", sum(entry.stored_bytes for entry in left_out)
             ),
-            left_out_table=_sums("Tensors that are not listed, by module", left_out),
+            left_out_table=_modules("Tensors that are not listed, by module", left_out),
             metadata=_facts(info.metadata),
             details=_facts(_details(info.details)),
             files=[(name, format_bytes(size)) for name, size in _files(info.details)],
@@ -163,17 +164,8 @@ class CheckpointContents(PageSubject):
         found = self.statistics[entry.name]
         ratio = entry.nbytes / entry.stored_bytes if entry.stored_bytes else None
         zeros = found.zeros / found.numbers if found.numbers else None
-        measured = [
-            found.histogram,
-            found.least,
-            found.largest,
-            found.mean,
-            found.std,
-            zeros,
-            found.nan,
-            found.infinite,
-        ]
-        return [*described, entry.stored_bytes, ratio, entry.codec, *measured, None]
+        extent = (found.histogram, found.least, found.largest, found.mean, found.std)
+        return [*described, entry.stored_bytes, ratio, entry.codec, *extent, zeros, found.nan, found.infinite, None]
 
 
 def read_contents(
@@ -243,35 +235,23 @@ def _style(left: float, top: float, width: float, height: float) -> str:
     return f"left:{left:.3f}%;top:{top:.3f}%;width:{width:.3f}%;height:{height:.3f}%"
 
 
-def _totals(what: str, totals: dict[str, Total]) -> ReportTable:
-    rows = [
-        (TableEntry(name), _count(total.tensors), _count(total.elements), *_sizes(total.nbytes, total.stored_bytes))
-        for name, total in _largest_first(totals)
-    ]
-    return ReportTable(f"By {what}", (f"={what}", ">tensors", ">elements", ">raw", ">stored", ">ratio"), rows)
+_AMOUNTS: dict[str, Callable[[Total], TableEntry]] = {
+    ">tensors": lambda total: TableEntry(f"{total.tensors:,}", total.tensors),
+    ">elements": lambda total: TableEntry(f"{total.elements:,}", total.elements),
+    ">raw": lambda total: TableEntry(format_bytes(total.nbytes), total.nbytes),
+    ">stored": lambda total: TableEntry(format_bytes(total.stored_bytes), total.stored_bytes),
+    ">ratio": lambda total: TableEntry(f"{total.nbytes / total.stored_bytes:.2f}x" if total.stored_bytes else "-"),
+}
 
 
-def _sums(title: str, entries: Iterable[Tensor], most: int = _MOST_SUMS, *, ratio: bool = False) -> ReportTable:
-    headings = ("module", ">tensors", ">raw", ">stored", ">ratio")
-    width = len(headings) - (not ratio)
-    rows = [
-        (TableEntry(each.name), _count(each.tensors), *_sizes(each.nbytes, each.stored_bytes))[:width]
-        for each in module_sums(entries, most)
-    ]
-    return ReportTable(title, headings[:width], rows)
+def _table(title: str, first: str, totals: dict[str, Total], *, without: tuple[str, ...] = ()) -> ReportTable:
+    shown = {heading: amount for heading, amount in _AMOUNTS.items() if heading not in without}
+    rows = [(TableEntry(name), *(amount(total) for amount in shown.values())) for name, total in totals.items()]
+    return ReportTable(title, (first, *shown), rows)
 
 
-def _count(count: int) -> TableEntry:
-    return TableEntry(f"{count:,}", count)
-
-
-def _sizes(nbytes: int, stored_bytes: int) -> tuple[TableEntry, TableEntry, TableEntry]:
-    ratio = f"{nbytes / stored_bytes:.2f}x" if stored_bytes else "-"
-    return (
-        TableEntry(format_bytes(nbytes), nbytes),
-        TableEntry(format_bytes(stored_bytes), stored_bytes),
-        TableEntry(ratio),
-    )
+def _modules(title: str, entries: Sequence[Tensor]) -> ReportTable:
+    return _table(title, "module", module_totals(entries, _MOST_SUMS), without=(">elements", ">ratio"))
 
 
 def _about(info: InfoReport) -> str:

@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tensorkeep.checkpoint.diff import Tolerance, distances, layer_of
 from tensorkeep.checkpoint.options import AllowOption, MemorySize, open_settings, thread_count
@@ -41,9 +40,6 @@ class Motion:
     moved: list[list[float | None]]
     text: str
     problems: dict[int, str] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def sentence(self) -> str:
         furthest = [(max(_finite(row), default=0.0), layer) for row, layer in zip(self.moved, self.layers, strict=True)]
@@ -211,7 +207,7 @@ def _read(reader: Reader, layers: list[_Layer], pool: BufferPool, threads: int, 
     }
     found: _Sample = {}
 
-    def use(name: str, start: int, data: Bytes) -> None:
+    def use(name: str, data: Bytes) -> None:
         # The buffer goes back to the pool.
         found[name] = data.copy()
         meter.add(len(data))

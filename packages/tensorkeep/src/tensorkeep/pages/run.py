@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ class RunContents(PageSubject):
             **self.log.as_dict(),
             "figures": {name: [list(point) for point in points] for name, points in self.figures.items()},
             "origins": {step: dict(found) for step, found in self.origins.items()},
-            "motion": None if self.motion is None else self.motion.as_dict(),
+            "motion": None if self.motion is None else asdict(self.motion),
             "problems": self.problems,
         }
 

@@ -3,7 +3,7 @@
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -90,14 +90,6 @@ def encoded(numbers: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
         return numbers.astype(np.float32).view(np.uint16)[1::2]
 
 
-@cache
-def codes_of(dtype: DType) -> Codes:
-    exact = numbers_of(dtype).itemsize <= 2
-    integers = dtype.kind in ("int", "uint", "bool") and dtype.name != _PACKED
-    with np.errstate(all="ignore"):
-        return _table(_values(dtype), exact=exact, integers=integers)
-
-
 def _values(dtype: DType) -> Floats:
     numbers = numbers_of(dtype)
     if dtype.name == _PACKED:
@@ -114,7 +106,12 @@ def _values(dtype: DType) -> Floats:
     return np.asarray(middle.view(np.float32), np.float64)
 
 
-def _table(numbers: Floats, *, exact: bool, integers: bool) -> Codes:
+@cache
+def codes_of(dtype: DType) -> Codes:
+    exact = numbers_of(dtype).itemsize <= 2
+    integers = dtype.kind in ("int", "uint", "bool") and dtype.name != _PACKED
+    with np.errstate(all="ignore"):
+        numbers = _values(dtype)
     place = np.full(len(numbers), _NAN, np.intp)
     place[np.isinf(numbers)] = _INFINITE
     finite = np.isfinite(numbers)
@@ -243,9 +240,6 @@ class TensorStatistics:
     std: float | None = None
     histogram: Histogram | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @property
     def not_finite_text(self) -> str:
         counts = ((self.nan, "NaN"), (self.infinite, "infinite"))
@@ -253,7 +247,6 @@ class TensorStatistics:
 
 
 class _Piece(NamedTuple):
-    start: int
     size: int
     mean: float
     # The sum of squared deviations from the mean of the piece.
@@ -273,13 +266,13 @@ class Accumulator:
         self._numbers = self._nan = self._infinite = self._zeros = 0
         self._extremes: list[float | int] = []
 
-    def add(self, start: int, data: Bytes) -> None:
+    def add(self, data: Bytes) -> None:
         numbers = data.view(self._type)
         # In pieces, because the copies that the computations make are not in the memory budget.
         for first in range(0, len(numbers), _PIECE):
-            self._add_piece(start + first * self._type.itemsize, numbers[first : first + _PIECE])
+            self._add_piece(numbers[first : first + _PIECE])
 
-    def _add_piece(self, start: int, numbers: npt.NDArray[Any]) -> None:
+    def _add_piece(self, numbers: npt.NDArray[Any]) -> None:
         if self._codes.exact:
             self._count(encoded(numbers, self._dtype))
             return
@@ -294,7 +287,7 @@ class Accumulator:
             extremes = (numbers.min(), numbers.max()) if len(numbers) else ()
         self._count(encoded(numbers, self._dtype))
         zeros = len(numbers) - int(np.count_nonzero(numbers))
-        piece = _moments(start, numbers)
+        piece = _moments(numbers)
         with self._lock:
             self._numbers += count
             self._nan += nan
@@ -320,7 +313,7 @@ class Accumulator:
         counts = self._codes.place[codes], self._counts[codes]
         distribution = self._distribution(*counts)
         if not self._codes.exact:
-            mean, std = _combined(sorted(self._pieces))
+            mean, std = _combined(self._pieces)
             least, largest = self._extremes or (None, None)
             found = TensorStatistics(self._numbers, self._nan, self._infinite, self._zeros, least, largest, mean, std)
         else:
@@ -349,15 +342,13 @@ class Accumulator:
         mean = float((values * found.counts).sum()) / count
         std = math.sqrt(float((found.counts * (values - mean) ** 2).sum()) / count)
         zeros = int(found.counts[values == 0].sum())
-        least, largest = (float(values[end]) for end in (0, -1))
-        if self._codes.integers:
-            return TensorStatistics(numbers, nan, infinite, zeros, int(least), int(largest), mean, std)
-        return TensorStatistics(numbers, nan, infinite, zeros, least, largest, mean, std)
+        number = int if self._codes.integers else float
+        return TensorStatistics(numbers, nan, infinite, zeros, number(values[0]), number(values[-1]), mean, std)
 
 
-def _moments(start: int, numbers: npt.NDArray[Any]) -> _Piece:
+def _moments(numbers: npt.NDArray[Any]) -> _Piece:
     if not len(numbers):
-        return _Piece(start, 0, 0.0, 0.0)
+        return _Piece(0, 0.0, 0.0)
     with np.errstate(over="ignore", invalid="ignore"):
         # float64, because sums of squares of float16 and bfloat16 overflow or lose all digits.
         wide = numbers.astype(np.float64)
@@ -365,7 +356,7 @@ def _moments(start: int, numbers: npt.NDArray[Any]) -> _Piece:
         # Around the mean of the piece: sums of raw squares would cancel.
         wide -= mean
         # `np.dot` would start threads of its own beside ours.
-        return _Piece(start, len(numbers), mean, float(np.einsum("i,i->", wide, wide)))
+        return _Piece(len(numbers), mean, float(np.einsum("i,i->", wide, wide)))
 
 
 def _combined(pieces: list[_Piece]) -> tuple[float | None, float | None]:
@@ -406,14 +397,15 @@ def choose_sample(reader: Reader, limit: int) -> Sample:
     leaves = reader.flat.leaves
     steps = {name: _step(reader.block_bytes(name), leaf) for name, leaf in leaves.items()}
     total = sum(leaf.nbytes for leaf in leaves.values())
-    # Each doubling halves what is read of large tensors.
-    every, nbytes = 1, total
-    # It ends when every tensor has only one block left to read.
-    while nbytes > limit and (fewer := _sampled_bytes(leaves, steps, 2 * every)) < nbytes:
-        every, nbytes = 2 * every, fewer
-    ranges = {name: list(_ranges(leaf.nbytes, steps[name], every)) for name, leaf in leaves.items()}
-    nbytes = sum(stop - start for each in ranges.values() for start, stop in each)
-    return Sample(ranges, every, nbytes, total)
+    every = 1
+    while True:
+        ranges = {name: list(_ranges(leaf.nbytes, steps[name], every)) for name, leaf in leaves.items()}
+        nbytes = sum(stop - start for each in ranges.values() for start, stop in each)
+        # It ends when every tensor has only one block left to read.
+        if nbytes <= limit or all(len(each) <= 1 for each in ranges.values()):
+            return Sample(ranges, every, nbytes, total)
+        # Each doubling halves what is read of large tensors.
+        every *= 2
 
 
 def _step(block_bytes: int, leaf: StoredLeaf) -> int:
@@ -421,14 +413,6 @@ def _step(block_bytes: int, leaf: StoredLeaf) -> int:
     # Whole blocks, because a coded block is decoded as a whole.
     step = BLOCK_BYTES // block_bytes * block_bytes or BLOCK_BYTES
     return max(step // leaf.dtype.itemsize * leaf.dtype.itemsize, leaf.dtype.itemsize)
-
-
-def _sampled_bytes(leaves: Mapping[str, StoredLeaf], steps: Mapping[str, int], every: int) -> int:
-    found = 0
-    for name, leaf in leaves.items():
-        blocks = -(-leaf.nbytes // steps[name])
-        found += min(leaf.nbytes, -(-blocks // every) * steps[name])
-    return found
 
 
 def _ranges(nbytes: int, step: int, every: int) -> Iterator[tuple[int, int]]:
@@ -443,13 +427,13 @@ def _ranges(nbytes: int, step: int, every: int) -> Iterator[tuple[int, int]]:
 def read_ranges(
     reader: Reader,
     ranges: Mapping[str, list[tuple[int, int]]],
-    use: Callable[[str, int, Bytes], None],
+    use: Callable[[str, Bytes], None],
     *,
     threads: int,
     pool: BufferPool,
     progress: Progress | None = None,
 ) -> None:
-    """Read ranges of stored tensors in parallel, and call ``use`` with the name, the first byte and the bytes."""
+    """Read ranges of stored tensors in parallel, and call ``use`` with the name and the bytes of each."""
     meter = Meter(sum(stop - start for each in ranges.values() for start, stop in each), progress)
 
     def read(group: list[Range]) -> None:
@@ -458,7 +442,7 @@ def read_ranges(
             for name, start, stop in group:
                 data = buffer[: stop - start]
                 reader.read(name, start, stop, data)
-                use(name, start, data)
+                use(name, data)
                 meter.add(stop - start)
 
     chosen = ((name, *place) for name, places in ranges.items() for place in places)
@@ -476,11 +460,11 @@ def measure(
     lock = threading.Lock()
 
     # The counts of a tensor are dropped after its last block, so that memory does not grow with the number of tensors.
-    def use(name: str, start: int, data: Bytes) -> None:
+    def use(name: str, data: Bytes) -> None:
         with lock:
             if name not in begun:
                 begun[name] = Accumulator(leaves[name].dtype)
-        begun[name].add(start, data)
+        begun[name].add(data)
         with lock:
             left[name] -= 1
             ended = begun.pop(name) if not left[name] else None

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+from tensorkeep.checkpoint.info import Total, total_of, totals_by
 from tensorkeep.formats.base import Entry
 
 # A module with more than this fraction of the bytes is shown by its submodules.
@@ -58,35 +59,22 @@ class Group:
     labelled: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleSum:
-    name: str
-    tensors: int = 0
-    nbytes: int = 0
-    stored_bytes: int = 0
-
-    def __add__(self, other: "ModuleSum") -> "ModuleSum":
-        return ModuleSum(
-            self.name, self.tensors + other.tensors, self.nbytes + other.nbytes, self.stored_bytes + other.stored_bytes
-        )
+def module_totals(entries: Sequence[Entry], most: int) -> dict[str, Total]:
+    """Return the totals of modules, the largest first. With more than ``most`` modules, the last total is the rest."""
+    found = sorted(totals_by(entries, _module_of).items(), key=lambda item: -item[1].nbytes)
+    if len(found) <= most:
+        return dict(found)
+    kept = dict(found[: most - 1])
+    rest = [entry for entry in entries if _module_of(entry) not in kept]
+    return kept | {f"{len(found) - len(kept):,} more": total_of(rest)}
 
 
-def module_sums(entries: Iterable[Entry], most: int) -> list[ModuleSum]:
-    """Return the sums of modules, the largest first. With more than ``most`` modules, the last sum is the rest."""
-    sums: dict[str, ModuleSum] = {}
-    for entry in entries:
-        # All layers of a model are one module: the components of a name before its first number.
-        parts = entry.name.split(".")
-        # Without a number, the last component is the tensor, and the components before it are the module.
-        number = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
-        name = ".".join(parts[:number] or parts)
-        own = ModuleSum(name, 1, entry.nbytes, entry.stored_bytes)
-        sums[name] = sums[name] + own if name in sums else own
-    largest = sorted(sums.values(), key=lambda each: -each.nbytes)
-    rest = largest[most - 1 :]
-    if len(rest) <= 1:
-        return largest
-    return [*largest[: most - 1], sum(rest, ModuleSum(f"{len(rest):,} more"))]
+def _module_of(entry: Entry) -> str:
+    # All layers of a model are one module: the components of a name before its first number.
+    parts = entry.name.split(".")
+    # Without a number, the last component is the tensor, and the components before it are the module.
+    number = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
+    return ".".join(parts[:number] or parts)
 
 
 # The components of a name, dtype and size.
@@ -185,15 +173,9 @@ def _by_dtype(tensors: list[_Tensor], depth: int, framed: int, *, small: bool = 
 
 
 def squarified(sizes: Sequence[float], whole: Rectangle) -> list[Rectangle]:
-    """Divide a rectangle by sizes, which are positive, the largest first.
+    """Divide a rectangle by sizes, which are positive, the largest first, into nearly square rectangles.
 
-    The rectangles are as square as possible (Bruls, Huizing and van Wijk, "Squarified treemaps", 2000).
-
-    Examples
-    --------
-    >>> squarified([2, 1, 1], Rectangle(0, 0, 4, 2))
-    [Rectangle(left=0, top=0, width=2.0, height=2.0), Rectangle(left=2.0, top=0, width=2.0, height=1.0), \
-Rectangle(left=2.0, top=1.0, width=2.0, height=1.0)]
+    The algorithm is from Bruls, Huizing and van Wijk, "Squarified treemaps", 2000.
     """
     found: list[Rectangle] = []
     scale = whole.width * whole.height / sum(sizes) if sizes else 0.0
