@@ -19,7 +19,7 @@ from chatgot.loop import EventListener, TrainingSummary, train
 from chatgot.model.config import ModelConfig
 from chatgot.run.folder import RunFolder
 from chatgot.run.setup import open_run
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from tensorkeep import CheckpointManager
 from tensorkeep.cli.main import main
 from tensorkeep.testing.equality import difference
@@ -70,7 +70,7 @@ def run(
     resume: bool = False,
     stop_at: int | None = None,
     listener: EventListener | None = None,
-    arrange: Callable[[Run], object] = lambda run: None,
+    arrange: Callable[[StepState], object] = lambda run: None,
 ) -> TrainingSummary:
     """Train; ``arrange`` is given the run before it begins."""
     # As each process has it.
@@ -94,7 +94,7 @@ class Trained(Protocol):
     def __call__(self, config: Config, folder: Path, *, stop_at: int | None = None) -> TrainingSummary: ...
 
 
-def poison(opened: Run, steps: Collection[int]) -> None:
+def poison(opened: StepState, steps: Collection[int]) -> None:
     """Make the losses of some steps infinite."""
     real = opened.model.loss
 
@@ -121,7 +121,7 @@ def check_resumes_exactly(
     data: Path,
     *kinds: str,
     stop_at: int,
-    arrange: Callable[[Run], object] = lambda run: None,
+    arrange: Callable[[StepState], object] = lambda run: None,
 ) -> None:
     """Train a run at once, and another one in two parts; check that their logs and last states are the same."""
     run(config, folder / "whole", data, arrange=arrange)

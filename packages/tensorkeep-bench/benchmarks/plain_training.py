@@ -38,7 +38,7 @@ from chatgot.data.prepare import prepare
 from chatgot.loop import train
 from chatgot.run.folder import RunFolder
 from chatgot.run.setup import open_run
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from figures import parser_of, write_samples
 from tensorkeep_bench.statistics import Comparison, compare, describe
 
@@ -182,7 +182,7 @@ class Silence:
     def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
 
 
-def _trained_in_turns(run: Run, plain: Iterator[None], steps: int) -> dict[str, list[float]]:
+def _trained_in_turns(run: StepState, plain: Iterator[None], steps: int) -> dict[str, list[float]]:
     """Return the seconds of some steps of the trainer and of as many by hand.
 
     The checkpoint with which every training ends is not among them.
@@ -203,7 +203,7 @@ def _trained_in_turns(run: Run, plain: Iterator[None], steps: int) -> dict[str, 
     return {"plain": [by_hand], "trainer": [by_trainer]}
 
 
-def _trained_and_saved(run: Run, steps: int) -> dict[str, list[float]]:
+def _trained_and_saved(run: StepState, steps: int) -> dict[str, list[float]]:
     """Return the seconds of some steps of the trainer, until every checkpoint is durable, and what each save costs."""
     last, ends = run.progress.step + steps, [time.perf_counter()]
 

@@ -35,7 +35,7 @@ from chatgot.run.folder import RunFolder
 from chatgot.run.setup import open_run
 from chatgot.run.state import OpenRun
 from chatgot.step.device import chosen_device
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.step.train_step import take_step
 from chatgot.techniques.base import TECHNIQUE_CLASSES, Changed, Kind, Machine, Proof, Technique
 from tensorkeep import CheckpointManager
@@ -214,7 +214,7 @@ class TechniqueSuite(ABC):
         return with_techniques(self.config, {self.technique.name: variant})
 
     @abstractmethod
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Make an applied technique silently inactive in this run."""
 
     def test_declaration_is_complete(self) -> None:
@@ -291,7 +291,7 @@ def _distance(start: Mapping[str, torch.Tensor], folder: Path) -> float:
     return float(torch.stack([(end[name] - each).norm() for name, each in start.items()]).norm())
 
 
-def _count_hooks(run: Run) -> int:
+def _count_hooks(run: StepState) -> int:
     return sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in run.model.modules())
 
 

@@ -22,7 +22,7 @@ from chatgot.loop import train
 from chatgot.run.folder import LOG, RunFolder
 from chatgot.run.resume import branch_point
 from chatgot.run.setup import open_run
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.techniques import mixed_precision
 from faults import injection as faults
 from faults.training_variants import ORIGIN, VARIANTS, Variant, prepare_data
@@ -41,13 +41,13 @@ KINDS = ("train", "evaluate", "sample")
 # How a run is killed: each function arranges it
 
 
-def die(run: Run) -> None:
+def die(run: StepState) -> None:
     """Kill this process once the last save is durable, so that the step to resume from is known."""
     run.manager.wait()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def in_a_step(run: Run) -> None:
+def in_a_step(run: StepState) -> None:
     """Before the last micro-batch of step 8, when the gradients hold those before it."""
     computed = itertools.count(1)
 
@@ -62,7 +62,7 @@ def in_a_step(run: Run) -> None:
     run.model.tokens.register_forward_pre_hook(count)
 
 
-def in_an_evaluation(run: Run) -> None:
+def in_an_evaluation(run: StepState) -> None:
     """In the evaluation of step 9, before its save, while the model holds the averaged weights."""
 
     def evaluates(*_: object) -> None:
@@ -72,7 +72,7 @@ def in_an_evaluation(run: Run) -> None:
     run.model.tokens.register_forward_pre_hook(evaluates)
 
 
-def in_a_sample(run: Run) -> None:
+def in_a_sample(run: StepState) -> None:
     """After the third token of the sample of step 10."""
     real, drawn = Sampling.choose, itertools.count(1)
 
@@ -84,7 +84,7 @@ def in_a_sample(run: Run) -> None:
     Sampling.choose = choose
 
 
-def in_the_writing_of_a_save(run: Run) -> None:
+def in_the_writing_of_a_save(run: StepState) -> None:
     """After half of the first block of step 9 was written, in the background."""
 
     def torn(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -96,12 +96,12 @@ def in_the_writing_of_a_save(run: Run) -> None:
     _during_the_save(run, lambda: _replace(os, "pwrite", torn))
 
 
-def after_the_rename_of_a_save(run: Run) -> None:
+def after_the_rename_of_a_save(run: StepState) -> None:
     """After the rename that makes step 9 visible, before the manager returns."""
     _during_the_save(run, lambda: _replace(commit, "_rename", faults.die_after))
 
 
-def after_a_save(run: Run) -> None:
+def after_a_save(run: StepState) -> None:
     """Right after step 9 became durable."""
     real = run.manager.save
 
@@ -114,7 +114,7 @@ def after_a_save(run: Run) -> None:
     run.manager.save = save
 
 
-def _during_the_save(run: Run, arrange: Callable[[], None]) -> None:
+def _during_the_save(run: StepState, arrange: Callable[[], None]) -> None:
     real = run.manager.save
 
     def save(step: int, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ def _at_the_log(action: faults.Action) -> None:
 class Death(NamedTuple):
     """The way a run is killed, and the step of its last complete checkpoint."""
 
-    arrange: Callable[[Run], None]
+    arrange: Callable[[StepState], None]
     saved: int
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tensorkeep
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from fault_cases import fill
 from tiny_training import CONFIG, Witness, check_same, prepared, run
 
@@ -44,7 +44,7 @@ def elsewhere(place: Path, real: Path) -> None:
     place.symlink_to(real)
 
 
-def fill_in_step(opened: Run, step: int, disk: Path) -> None:
+def fill_in_step(opened: StepState, step: int, disk: Path) -> None:
     """Fill the disk at a step at which nothing is saved."""
     real = opened.batches.at
 

@@ -18,7 +18,7 @@ from chatgot.run.data import open_branch_data
 from chatgot.run.folder import METRIC, RunFolder
 from chatgot.run.resume import branch_point
 from chatgot.run.setup import open_run
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from tensorkeep.manager import CheckpointManager
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
@@ -35,7 +35,7 @@ def origin(tmp_path: Path, trained: Trained) -> Path:
 
 
 def branch(
-    address: str, out: Path, data: Path, config: Config, arrange: Callable[[Run], object] = lambda run: None
+    address: str, out: Path, data: Path, config: Config, arrange: Callable[[StepState], object] = lambda run: None
 ) -> None:
     with open_run(config, RunFolder(out), Dataset.open(data), branch=branch_point(address)) as opened:
         arrange(opened)

@@ -14,7 +14,7 @@ from chatgot.data.dataset import Dataset
 from chatgot.run.folder import RunFolder
 from chatgot.run.resume import current_config, with_schedule_start
 from chatgot.run.setup import open_run
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from faults.injection import flip_bit
 from tensorkeep.cli.main import main
 from tensorkeep.testing.cases import case
@@ -132,7 +132,7 @@ def test_losses_of_other_windows_do_not_end_a_run(tmp_path: Path, data: Path, tr
     """A best loss that no later one reaches ends the run, unless it is of other windows."""
     config = CONFIG.changed({"eval.every": 1, "eval.patience": 2, "eval.tokens": 16, "schedule.name": "plateau"})
 
-    def unreachable(opened: Run) -> None:
+    def unreachable(opened: StepState) -> None:
         opened.progress.best = 1e-3
         opened.plateau.load_state_dict({**opened.plateau.state_dict(), "best": 1e-3})
 

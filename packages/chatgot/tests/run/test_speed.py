@@ -9,7 +9,7 @@ import torch
 from chatgot.run.state import ActivityTimer, SlowdownDetector, Speedometer
 from chatgot.step import cpu
 from chatgot.step.device import data_sheet_peak
-from chatgot.step.state import Run, check_steps
+from chatgot.step.state import StepState, check_steps
 from tiny_training import CONFIG, lines, run
 
 
@@ -46,7 +46,7 @@ def test_slow_windows_are_reported_and_a_few_slow_steps_are_not() -> None:
 def test_a_run_that_slows_down_warns_once(tmp_path: Path, data: Path) -> None:
     elapsed = 0.0
 
-    def with_fake_clock(opened: Run) -> None:
+    def with_fake_clock(opened: StepState) -> None:
         real = opened.model.loss
 
         def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -71,12 +71,12 @@ def test_a_run_on_a_gpu_that_slows_down_warns(tmp_path: Path, data: Path, monkey
     """Its steps are checked every 11 steps, and take their time then."""
     elapsed = 0.0
 
-    def check(opened: Run) -> bool:
+    def check(opened: StepState) -> bool:
         nonlocal elapsed
         elapsed += sum(1.0 if each.number <= 33 else 7.0 for each in opened.unchecked)
         return check_steps(opened)
 
-    def with_fake_clock(opened: Run) -> None:
+    def with_fake_clock(opened: StepState) -> None:
         opened.clock = ActivityTimer(lambda: elapsed)
 
     monkeypatch.setattr("chatgot.run.setup.can_check_later", lambda run: True)

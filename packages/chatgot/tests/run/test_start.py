@@ -25,7 +25,7 @@ from chatgot.run.folder import RunFolder
 from chatgot.run.setup import open_run
 from chatgot.run.state import RunRandomState
 from chatgot.step.device import chosen_device
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.step.world import World
 from tensorkeep.checkpoint.stateful import RandomState
 from tensorkeep.storage.base import SourceFile
@@ -49,7 +49,7 @@ def data(tmp_path: Path, text: Path) -> Path:
     return prepare(text, tmp_path / "data").path
 
 
-def run(config: Config, folder: Path, dataset: Dataset, *, resume: bool = False, steps: int | None = None) -> Run:
+def run(config: Config, folder: Path, dataset: Dataset, *, resume: bool = False, steps: int | None = None) -> StepState:
     """Train, to the end or for some steps."""
     with open_run(config, RunFolder(folder), dataset, resume=resume) as opened:
         train(opened, Witness(), stop=lambda: opened.progress.step == steps)

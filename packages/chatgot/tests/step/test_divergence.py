@@ -10,7 +10,7 @@ from chatgot.loop import train
 from chatgot.run.folder import RunFolder
 from chatgot.run.setup import open_run
 from chatgot.step import state
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from tensorkeep.errors import DivergedError
 from tensorkeep.testing.cases import case
 from tiny_training import CONFIG, Witness, check_resumes_exactly, last_state, lines, poison, run
@@ -34,7 +34,7 @@ def test_nonfinite_loss_stops_the_run_before_the_update_and_can_be_skipped(tmp_p
         assert all(parameter.isfinite().all() for parameter in opened.model.parameters())
     steps: list[int] = []
 
-    def poison_again(opened: Run) -> None:
+    def poison_again(opened: StepState) -> None:
         steps.append(opened.progress.step)
         poison(opened, [8])
 

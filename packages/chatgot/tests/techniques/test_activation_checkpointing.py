@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.techniques.activation_checkpointing import ActivationCheckpointing
 from chatgot.testing import TechniqueSuite, opened, with_techniques
 from tensorkeep.errors import TechniqueNotActiveError
 from test_memory import counted_activations
 
 
-def plain_forward(run: Run, block: torch.nn.Module) -> None:
+def plain_forward(run: StepState, block: torch.nn.Module) -> None:
     block.forward = partial(type(block).forward, block)  # type: ignore[method-assign]
 
 
@@ -22,7 +22,7 @@ class TestActivationCheckpointing(TechniqueSuite):
     technique = ActivationCheckpointing
     variants = ({}, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ({"keep": "matmuls"}, {"every": 2})))
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         # As after a loop that rebinds its variable: the first block is unchanged.
         plain_forward(run, run.model.blocks[0])
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from chatgot.config.config import Config
 from chatgot.run.folder import RunFolder
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.step.train_step import take_step
 from chatgot.techniques.activation_function import ActivationFunction, ActivationSettings
 from chatgot.testing import TINY, TechniqueSuite, opened, trained, verified_step, whole_run
@@ -25,7 +25,7 @@ class TestActivationFunction(TechniqueSuite):
     technique = ActivationFunction
     variants = ({"activation": "relu2"}, pytest.param({"activation": "swiglu"}, marks=pytest.mark.exhaustive))
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Give one block another activation."""
         run.model.blocks[1].mlp.activation = torch.tanh
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.step.train_step import take_step
 from chatgot.techniques.experimental.activation_swapping import ActivationSwapping, Swapper
 from chatgot.testing import TechniqueSuite, opened
@@ -51,7 +51,7 @@ class TestActivationSwapping(TechniqueSuite):
         """Allow it on the CPU, where it saves no memory."""
         monkeypatch.setattr(ActivationSwapping, "missing", lambda self, machine: None)
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Compute the loss without the hooks."""
         run.operations.loss = run.model.loss
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.techniques.allocator import Allocator, AllocatorSettings
 from chatgot.techniques.base import Machine
 from chatgot.techniques.stack import Stack
@@ -16,7 +16,7 @@ from tensorkeep.testing.cases import case
 DEVICE = torch.device("cuda", 0)
 GPU = type("Hopper", (Machine,), {"capability": (9, 0)})(DEVICE)
 OPERATIONS = SimpleNamespace(loss=None, plain_loss=None)
-RUN = cast(Run, SimpleNamespace(device=DEVICE, checks_later=False, operations=OPERATIONS))
+RUN = cast(StepState, SimpleNamespace(device=DEVICE, checks_later=False, operations=OPERATIONS))
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from chatgot.generate import generate
 from chatgot.model.gpt import TransformerBlock
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.techniques import attention_kernel
 from chatgot.techniques.attention_kernel import AttentionKernel, AttentionKernelSettings, matmul_attention
 from chatgot.techniques.base import Machine
@@ -25,7 +25,7 @@ WITH_FA3 = NO_DROPOUT.changed({"techniques.attention-kernel.kernel": "fa3"})
 MIXED = {"techniques.mixed-precision": {"dtype": "bf16", "attention": "same"}}
 
 
-def last_block(run: Run) -> TransformerBlock:
+def last_block(run: StepState) -> TransformerBlock:
     block: TransformerBlock = run.model.blocks[-1]  # type: ignore[assignment]
     return block
 
@@ -34,14 +34,14 @@ class Suite(TechniqueSuite):
     technique = AttentionKernel
     config = NO_DROPOUT
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         last_block(run).attention.kernel = functional.scaled_dot_product_attention
 
 
 class TestFlash(Suite):
     variants = ({"kernel": "flash"},)
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         # With dropout, torch silently falls back to math on a CPU.
         attention = last_block(run).attention
         attention.kernel, attention.dropout_p = functional.scaled_dot_product_attention, 0.1

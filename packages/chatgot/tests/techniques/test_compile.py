@@ -14,7 +14,7 @@ from chatgot.generate import generate
 from chatgot.loop import validation_loss
 from chatgot.optim.muon import Muon, orthogonal
 from chatgot.run.state import OpenRun
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.step.train_step import take_step
 from chatgot.techniques.base import Machine
 from chatgot.techniques.compile import Compile, CompileSettings
@@ -56,7 +56,7 @@ class TestCompile(TechniqueSuite):
     variants = ({"backend": "aot_eager", "fullgraph": True},)
     config = ONE_BLOCK
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         # The loop calls the uncompiled loss.
         run.operations.loss = run.model.loss
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chatgot.run.folder import RunFolder
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.techniques.experimental import cpu_threads
 from chatgot.techniques.experimental.cpu_threads import (
     CpuThreads,
@@ -28,7 +28,7 @@ ONE = str(min(ALLOWED))
 class TestCpuThreads(TechniqueSuite):
     technique = CpuThreads
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         # As a library that is imported later and sets the number.
         torch.set_num_threads(torch.get_num_threads() + 1)
 

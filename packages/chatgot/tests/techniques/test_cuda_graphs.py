@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.step.train_step import take_step
 from chatgot.techniques import cuda_graphs
 from chatgot.techniques.cuda_graphs import CudaGraphs, LossGraphs
@@ -36,7 +36,7 @@ class TestCudaGraphs(TechniqueSuite):
     def check_machine(self, simulated_capture: None) -> None:
         """Allow it on the CPU."""
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         # Graphs are captured, and the loop calls the plain loss.
         run.operations.loss = run.model.loss
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chatgot.model.gpt import IGNORED, token_loss
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.techniques import fused_cross_entropy
 from chatgot.techniques.base import Machine
 from chatgot.techniques.fused_cross_entropy import (
@@ -77,7 +77,7 @@ class TestFusedCrossEntropy(TechniqueSuite):
     technique = FusedCrossEntropy
     variants = ({}, pytest.param({"parts": 3}, marks=pytest.mark.exhaustive))
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Call the model's own loss."""
         del run.model.loss
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.techniques.fused_optimizer import FusedOptimizer
 from chatgot.testing import TINY, TechniqueSuite, opened, verified_step, with_techniques
 from tensorkeep.errors import TechniqueNotActiveError
@@ -13,7 +13,7 @@ from tensorkeep.errors import TechniqueNotActiveError
 class TestFusedOptimizer(TechniqueSuite):
     technique = FusedOptimizer
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Make one group use the implementation for single weights."""
         group = run.optimizers["adamw"].param_groups[-1]
         group["fused"], group["foreach"] = False, True

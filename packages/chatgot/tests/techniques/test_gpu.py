@@ -20,7 +20,7 @@ from chatgot.config.config import Config
 from chatgot.data.prepare import prepare
 from chatgot.model.gpt import token_loss
 from chatgot.optim.optimizers import build_optimizers
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.step.train_step import take_step
 from chatgot.techniques.attention_kernel import AttentionKernel
 from chatgot.techniques.compile import Compile
@@ -58,13 +58,13 @@ class Suite(TechniqueSuite):
 
 
 class OfPlainLoss(Suite):
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Compute the loss of the model, without hooks, graphs or compiled code."""
         run.operations.loss = run.model.loss
 
 
 class OfOptimizer(Suite):
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Use torch's optimizer, with its states on the GPU."""
         run.optimizers["adamw"] = build_optimizers(run.model, run.config.optim)["adamw"]
 
@@ -123,7 +123,7 @@ class TestCudaGraphsOfCompiledCode(TestCudaGraphs):
 class TestFusedCrossEntropy(Suite):
     technique = FusedCrossEntropy
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Call the model's own loss."""
         del run.model.loss
 
@@ -131,7 +131,7 @@ class TestFusedCrossEntropy(Suite):
 class TestFusedOptimizer(Suite):
     technique = FusedOptimizer
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Make one group use the implementation with many kernels."""
         group = run.optimizers["adamw"].param_groups[-1]
         group["fused"], group["foreach"] = False, True
@@ -151,7 +151,7 @@ class TestFloat8(Suite):
     def config_with(self, variant: Mapping[str, Any]) -> Config:
         return with_techniques(self.config, {"quantised-forward": variant})
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Restore the plain layer in one place."""
         mlp: Any = run.model.blocks[0].mlp
         up = nn.Linear(mlp.up.in_features, mlp.up.out_features, device="meta")
@@ -170,7 +170,7 @@ class TestTf32(Suite):
     # Without dropout: its kernels may draw other numbers.
     config = ON_CUDA.changed({"model.dropout": 0})
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         torch.backends.cuda.matmul.fp32_precision = "ieee"
 
 
@@ -178,7 +178,7 @@ class TestTritonKernel(Suite):
     technique = TritonKernel
     config = ON_CUDA.changed({"model.activation": "swiglu"})
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Leave the kernel on in the last block only."""
         for block in list(run.model.blocks)[:-1]:
             del block.mlp.forward  # type: ignore[union-attr]
@@ -194,7 +194,7 @@ class TestAttentionIn16Bits(Suite):
     )
     config = IN_16_BITS
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Make one block use another kernel."""
         asked = run.config.techniques["attention-kernel"]["kernel"]
         other = SDPBackend.EFFICIENT_ATTENTION if asked == "math" else SDPBackend.MATH
@@ -219,7 +219,7 @@ class TestFlashAttention3(Suite):
     variants = ({"kernel": "fa3"},)
     config = IN_16_BITS
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Restore torch's own flash, which looks the same in the graph."""
         torch_attention.restore_flash_attention_impl()
 

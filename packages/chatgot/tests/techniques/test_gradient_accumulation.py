@@ -10,7 +10,7 @@ from torch import Tensor
 
 from chatgot.config.config import Config
 from chatgot.model.gpt import IGNORED
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.step.train_step import take_step
 from chatgot.techniques.gradient_accumulation import GradientAccumulation, MicroBatches
 from chatgot.testing import TINY, TechniqueSuite, last_state, losses, opened, trained, verified_step
@@ -24,7 +24,7 @@ def with_micro_batches(config: Config, parts: int) -> Config:
     return config.changed({"techniques.gradient-accumulation.batches": parts})
 
 
-def gradients(config: Config, folder: Path, data: Path, arrange: Callable[[Run], object]) -> list[Tensor]:
+def gradients(config: Config, folder: Path, data: Path, arrange: Callable[[StepState], object]) -> list[Tensor]:
     """Return the gradients of the first step."""
     found: list[Tensor] = []
     with opened(config, folder, data) as run:
@@ -43,7 +43,7 @@ def gradients(config: Config, folder: Path, data: Path, arrange: Callable[[Run],
 class TestGradientAccumulation(TechniqueSuite):
     technique = GradientAccumulation
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Update the weights after each micro-batch."""
         backward = run.operations.backward
 
@@ -62,7 +62,7 @@ class TestGradientAccumulation(TechniqueSuite):
     def test_gradient_equals_that_of_the_whole_batch_without_dropout(self, tmp_path: Path, data: Path) -> None:
         self.check_gradients(WITHOUT_DROPOUT, tmp_path, data, lambda run: None)
 
-    def check_gradients(self, config: Config, folder: Path, data: Path, arrange: Callable[[Run], object]) -> None:
+    def check_gradients(self, config: Config, folder: Path, data: Path, arrange: Callable[[StepState], object]) -> None:
         whole = gradients(config, folder / "whole", data, arrange)
         for parts in (2, 4):
             divided = gradients(with_micro_batches(config, parts), folder / f"{parts}", data, arrange)
@@ -72,7 +72,7 @@ class TestGradientAccumulation(TechniqueSuite):
     def test_micro_batches_are_weighted_by_their_targets(self, tmp_path: Path, data: Path) -> None:
         """The mean is over the targets of the whole step; the mean of one micro-batch may be NaN."""
 
-        def mask(run: Run) -> None:
+        def mask(run: StepState) -> None:
             source: Any = run.batches.inner if isinstance(run.batches, MicroBatches) else run.batches
             at = source.at
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chatgot.optim.schedules import Plateau
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.techniques.learning_rate import LrPlateau, LrRangeTest, PlateauSettings, RangeTestSettings
 from chatgot.testing import STEPS, TINY, TechniqueSuite, opened, trained, verified_step
 from tensorkeep.errors import TechniqueNotActiveError
@@ -19,7 +19,7 @@ class TestPlateau(TechniqueSuite):
     technique = LrPlateau
     variants = ({}, pytest.param({"patience": 1, "factor": 0.1}, marks=pytest.mark.exhaustive))
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Step an optimizer that the schedule does not set."""
         stray = torch.optim.AdamW(run.model.parameters(), lr=3e-4)
         run.operations.update = stray.step
@@ -55,7 +55,7 @@ class TestRangeTest(TechniqueSuite):
     technique = LrRangeTest
     variants = (pytest.param({}, marks=pytest.mark.exhaustive), {"lowest": 1e-5, "highest": 1e-2})
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Step an optimizer that the schedule does not set."""
         stray = torch.optim.AdamW(run.model.parameters(), lr=1e-3)
         run.operations.update = stray.step

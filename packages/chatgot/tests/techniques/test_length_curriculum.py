@@ -9,7 +9,7 @@ import torch
 
 from chatgot.data.prepare import prepare
 from chatgot.run.state import OpenRun
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.step.train_step import take_step
 from chatgot.techniques.length_curriculum import LengthCurriculum
 from chatgot.testing import TechniqueSuite, opened, whole_run
@@ -35,7 +35,7 @@ class TestLengthCurriculum(TechniqueSuite):
             (folder / "texts" / f"{number:02d}.txt").write_text(chr(ord("A") + number) + " " * (3 + 4 * number))
         return prepare(folder / "texts", folder / "prepared", tokenizer="char").path
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Use the batches that the run was built with."""
         run.batches = run.batches.inner  # type: ignore[attr-defined]
 

@@ -14,7 +14,7 @@ from chatgot.model.gpt import GPT
 from chatgot.model.layers import is_adapter, merge_adapters
 from chatgot.run.folder import RunFolder
 from chatgot.run.weights import load_trained, read_initial
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.techniques.lora import Lora
 from chatgot.testing import TINY, TechniqueSuite, last_state, opened, trained, verified_step
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
@@ -36,7 +36,7 @@ class TestLora(TechniqueSuite):
     technique = Lora
     variants = ({"rank": 4}, *exhaustive({"rank": 2, "alpha": 8.0, "targets": "attention"}))
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Let the update change a frozen weight."""
         update = run.operations.update
 

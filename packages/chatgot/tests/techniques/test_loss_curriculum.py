@@ -8,7 +8,7 @@ import torch
 
 from chatgot.model.config import ModelConfig
 from chatgot.model.gpt import GPT
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.step.train_step import take_step
 from chatgot.techniques.experimental.loss_curriculum import LossCurriculum, at_quantile, window_losses
 from chatgot.testing import TechniqueSuite, opened, verified_step
@@ -20,7 +20,7 @@ class TestLossCurriculum(TechniqueSuite):
     technique = LossCurriculum
     variants = ({}, pytest.param({"candidates": 3, "begin": 0.5, "end": 0.2}, marks=pytest.mark.exhaustive))
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Use the batches that the run was built with."""
         run.batches = run.batches.inner  # type: ignore[attr-defined]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chatgot.optim.optimizers import build_optimizers
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.step.train_step import take_step
 from chatgot.techniques.low_bit_optimizer import LowBitOptimizer
 from chatgot.testing import TINY, TechniqueSuite, last_state, opened, train_run, verified_step
@@ -21,7 +21,7 @@ class TestLowBitOptimizer(TechniqueSuite):
     # Compilation takes longer than the whole suite.
     variants = ({"compiled": False}, pytest.param({"bits": 4, "compiled": False}, marks=pytest.mark.exhaustive))
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Fall back to torch's optimizer."""
         run.optimizers["adamw"] = build_optimizers(run.model, run.config.optim)["adamw"]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from chatgot.run.folder import RunFolder
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.step.train_step import take_step
 from chatgot.techniques.mixed_precision import MixedPrecision
 from chatgot.testing import STEPS, TechniqueSuite, last_state, opened, trained, verified_step
@@ -21,7 +21,7 @@ class TestMixedPrecision(TechniqueSuite):
     technique = MixedPrecision
     variants = ({"dtype": "bf16"}, {"dtype": "fp16"}, *exhaustive({"dtype": "bf16", "attention": "same"}))
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         run.operations.loss = run.model.loss
 
     def test_weights_and_gradients_stay_in_32_bits(self, tmp_path: Path, data: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from chatgot.optim.optimizers import build_optimizers
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.step.train_step import take_step
 from chatgot.techniques.optimizer_offload import HostOptimizer, OptimizerOffload
 from chatgot.testing import TINY, TechniqueSuite, losses, opened, trained, verified_step
@@ -38,7 +38,7 @@ class TestOptimizerOffload(TechniqueSuite):
         """Allow it on the CPU, where it saves no memory."""
         monkeypatch.setattr(OptimizerOffload, "missing", lambda self, machine: None)
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Use torch's optimizer."""
         run.optimizers["adamw"] = build_optimizers(run.model, run.config.optim)["adamw"]
 

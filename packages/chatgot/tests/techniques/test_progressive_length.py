@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from chatgot.loop import train
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.step.train_step import take_step
 from chatgot.techniques.progressive_length import ProgressiveLength, ProgressiveLengthSettings
 from chatgot.testing import STEPS, SilentListener, TechniqueSuite, opened, whole_run
 
 
-def watched(run: Run) -> list[tuple[int, torch.Tensor]]:
+def watched(run: StepState) -> list[tuple[int, torch.Tensor]]:
     """Record the step and the tokens of each call of the model."""
     seen: list[tuple[int, torch.Tensor]] = []
     run.model.tokens.register_forward_pre_hook(lambda module, given: seen.append((run.progress.step, given[0].clone())))
@@ -24,7 +24,7 @@ class TestProgressiveLength(TechniqueSuite):
     # The suite resumes after step 3: between two stages, and within a stage.
     variants = ({}, pytest.param({"pieces": [4, 1], "shares": [0.7, 0.3]}, marks=pytest.mark.exhaustive))
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Use the batches that the run was built with."""
         run.batches = run.batches.inner  # type: ignore[attr-defined]
 

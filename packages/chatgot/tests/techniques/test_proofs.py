@@ -13,7 +13,7 @@ from chatgot.loop import train
 from chatgot.run.folder import RunFolder
 from chatgot.run.setup import open_run
 from chatgot.run.state import ActivityTimer
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.techniques import stack
 from chatgot.techniques.optimizer_offload import OptimizerOffload
 from chatgot.testing import TINY, opened, train_run, verified_step, with_techniques
@@ -48,7 +48,7 @@ class ProofListener:
             self.proofs[values["name"]] = step
 
 
-def overflowing_until(run: Run, step: int) -> None:
+def overflowing_until(run: StepState, step: int) -> None:
     """Make gradients overflow before a step, as in float16 until the scale is low enough."""
 
     def overflow(gradient: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def test_proof_or_error_waits_for_the_first_update(tmp_path: Path, data: Path, n
         assert run.progress.step == 3
 
 
-def other_update(run: Run, weights: list[Tensor], factor: float) -> None:
+def other_update(run: StepState, weights: list[Tensor], factor: float) -> None:
     """Multiply the updates of weights."""
     update = run.operations.update
 
@@ -142,7 +142,7 @@ def test_proved_techniques_are_not_verified_again(tmp_path: Path, data: Path) ->
         watched: list[str] = []
         for each in run.techniques.techniques:
 
-            def noting(run: Run, name: str = each.name, verify: Callable[[Run], Any] = each.verify) -> Any:
+            def noting(run: StepState, name: str = each.name, verify: Callable[[StepState], Any] = each.verify) -> Any:
                 watched.append(name)
                 return verify(run)
 

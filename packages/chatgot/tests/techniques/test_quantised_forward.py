@@ -9,7 +9,7 @@ from torch import nn
 
 from chatgot.model.config import ModelConfig
 from chatgot.model.gpt import GPT
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.techniques.experimental.quantised_forward import (
     QuantisedForward,
     QuantisedForwardSettings,
@@ -27,7 +27,7 @@ def linear_layers(model: GPT) -> list[nn.Linear]:
 class TestQuantisedForward(TechniqueSuite):
     technique = QuantisedForward
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Restore the plain forward of every layer."""
         for layer in linear_layers(run.model):
             del layer.forward

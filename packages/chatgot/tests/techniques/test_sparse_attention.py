@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from chatgot.model import attention
 from chatgot.model.config import ModelConfig
 from chatgot.model.gpt import GPT
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.techniques.experimental.sparse_attention import (
     SparseAttention,
     TopBlocks,
@@ -46,7 +46,7 @@ class TestSparseAttention(TechniqueSuite):
     technique = SparseAttention
     variants = ({"block": 4, "keep": 2}, pytest.param({"block": 5, "keep": 1}, marks=pytest.mark.exhaustive))
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Restore the kernel of one block."""
         run.model.blocks[1].attention.kernel = functional.scaled_dot_product_attention
 

@@ -7,7 +7,7 @@ import torch
 
 from chatgot.config.config import Config
 from chatgot.config.recipes import RECIPES, get_recipe
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.techniques.base import TECHNIQUE_CLASSES, Machine, Technique, Verification
 from chatgot.techniques.stack import COMBINATIONS, Stack, expanded
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
@@ -20,9 +20,9 @@ class Fake(Technique):
     effect: ClassVar = "none"
     reference: ClassVar = "none"
 
-    def apply(self, run: Run) -> None: ...
+    def apply(self, run: StepState) -> None: ...
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         yield
         return None
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.techniques import tf32
 from chatgot.techniques.base import Machine
 from chatgot.techniques.tf32 import Tf32, Tf32Settings
@@ -32,7 +32,7 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestTf32(TechniqueSuite):
     technique = Tf32
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         # Set, and overwritten before the first step.
         torch.set_float32_matmul_precision("highest")
 

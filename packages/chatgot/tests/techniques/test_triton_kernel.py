@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.techniques.base import NoSettings
 from chatgot.techniques.stack import Stack
 from chatgot.techniques.triton_kernel import TritonKernel
@@ -43,7 +43,7 @@ class TestTritonKernel(TechniqueSuite):
     def check_machine(self, interpreted: None) -> None:
         """Run the suite in the interpreter."""
 
-    def break_on_purpose(self, run: Run) -> None:
+    def break_on_purpose(self, run: StepState) -> None:
         """Leave the kernel on in the last block only."""
         for block in list(run.model.blocks)[:-1]:
             del block.mlp.forward  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ import pytest
 
 from chatgot import loop
 from chatgot.config.recipes import RECIPES
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.techniques.base import TECHNIQUE_CLASSES, Technique, Verification
 from chatgot.techniques.stack import COMBINATIONS
 from forked_modules import FORKING, forks
@@ -104,7 +104,7 @@ def test_peak_includes_evaluations_only_if_asked(data: Path, tmp_path: Path, mon
     memory = {"peak": 0}
     validation_loss = loop.validation_loss
 
-    def evaluated(run: Run) -> float:
+    def evaluated(run: StepState) -> float:
         memory["peak"] = 1000
         return validation_loss(run)
 
@@ -150,11 +150,11 @@ class Wrong(Technique):
     tolerance: ClassVar = 0.01
     summary = effect = reference = "none"
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         inner = run.operations.loss
         run.operations.loss = lambda inputs, targets: inner(inputs, targets) * 1.05
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         yield
         return None
 
@@ -164,9 +164,9 @@ class Absent(Wrong):
 
     name: ClassVar = "absent"
 
-    def apply(self, run: Run) -> None: ...
+    def apply(self, run: StepState) -> None: ...
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         yield
         raise self.not_active("nothing was seen", "report it")
 

@@ -13,7 +13,7 @@ import torch
 
 from chatgot.config.config import Config
 from chatgot.run.state import OpenRun
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from chatgot.step.world import World
 from chatgot.techniques.stack import Stack
 from tensorkeep.errors import OutOfMemoryError, UsageError, is_out_of_memory
@@ -198,13 +198,13 @@ def _measured(trial: AbstractContextManager[OpenRun], memory: GpuMemory) -> Peak
         return None
 
 
-def _add_gradients(run: Run) -> None:
+def _add_gradients(run: StepState) -> None:
     run.progress.step += 1
     for _ in range(run.config.loop.gradient_accumulation_steps):
         run.operations.backward(run.operations.loss(*run.move(*next(run.batches))))
 
 
-def _update(run: Run) -> None:
+def _update(run: StepState) -> None:
     run.operations.clip()
     run.operations.update()
     for optimizer in run.optimizers.values():

@@ -15,7 +15,7 @@ import torch
 from chatgot.data.batches import EvaluationWindows
 from chatgot.run.folder import RunFolder
 from chatgot.run.log import TrainingLog
-from chatgot.step.state import Run, UncheckedStep
+from chatgot.step.state import StepState, UncheckedStep
 from chatgot.step.world import World
 from chatgot.techniques.stack import Stack
 from tensorkeep import CheckpointManager, RandomState
@@ -113,7 +113,7 @@ class SlowdownDetector:
 
 
 @dataclass(kw_only=True)
-class OpenRun(Run):
+class OpenRun(StepState):
     """A run of training, ready for its next step; see `chatgot.run.setup.open_run`."""
 
     folder: RunFolder

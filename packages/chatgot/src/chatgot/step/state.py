@@ -1,4 +1,4 @@
-"""What a training step reads and changes. Techniques work on `Run`, and replace the functions of `Operations`.
+"""What a training step reads and changes. Techniques work on `StepState`, and replace the functions of `Operations`.
 
 The loop works on `chatgot.run.state.OpenRun`, which adds the folder, the checkpoints and the log.
 """
@@ -132,7 +132,7 @@ class UncheckedStep:
 
 
 @dataclass(kw_only=True)
-class Run(ABC):
+class StepState(ABC):
     """A run as one training step sees it.
 
     Attributes
@@ -199,7 +199,7 @@ class Run(ABC):
 # non-finite updates on the device. A run with `on_divergence = "stop"` loses its weights, and never saves them.
 
 
-def can_check_later(run: Run) -> bool:
+def can_check_later(run: StepState) -> bool:
     """Return whether the steps of a run may be checked some steps later, with the same result as at once."""
     # A range test ends at a loss, and fp16 scales losses by what it finds.
     if run.device.type == "cpu" or run.config.schedule.name == "range" or run.reads_losses:
@@ -217,7 +217,7 @@ def _skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) is torch.optim.AdamW and bool(optimizer.defaults["fused"])
 
 
-def check_finite(run: Run, loss: Tensor, norm: Tensor) -> bool:
+def check_finite(run: StepState, loss: Tensor, norm: Tensor) -> bool:
     """Return whether to apply an update, and count skipped ones; always true for a run that checks later.
 
     Raises DivergedError if the loss or the norm is not finite, and ``loop.on_divergence`` is ``"stop"`` or
@@ -235,7 +235,7 @@ def check_finite(run: Run, loss: Tensor, norm: Tensor) -> bool:
 
 
 @contextmanager
-def checked_at_once(run: Run) -> Iterator[None]:
+def checked_at_once(run: StepState) -> Iterator[None]:
     """Check the steps in this context before their updates: a skipped update proves nothing about a technique."""
     later, run.checks_later = run.checks_later, False
     try:
@@ -244,7 +244,7 @@ def checked_at_once(run: Run) -> Iterator[None]:
         run.checks_later = later
 
 
-def check_steps(run: Run) -> bool:
+def check_steps(run: StepState) -> bool:
     """Check the steps since the last check, waiting for the device; return whether the last one was finite.
 
     Raises DivergedError like `check_finite`.
@@ -270,7 +270,7 @@ def _read(steps: Sequence[UncheckedStep]) -> list[list[float]]:
     return found
 
 
-def _count_skipped(run: Run, step: UncheckedStep, figures: str) -> None:
+def _count_skipped(run: StepState, step: UncheckedStep, figures: str) -> None:
     progress = run.progress
     # A range test raises the learning rate until this happens, and then ends.
     if run.config.loop.on_divergence == "stop" and run.config.schedule.name != "range":

@@ -12,7 +12,7 @@ from chatgot.data.batches import Batch
 from chatgot.model.gpt import GPT, IGNORED
 from chatgot.optim.optimizers import set_learning_rate
 from chatgot.optim.schedules import learning_rate_factor
-from chatgot.step.state import Run, check_steps
+from chatgot.step.state import StepState, check_steps
 from chatgot.step.world import World
 
 
@@ -29,14 +29,14 @@ class StepResult:
         return figures | {"learning_rate": self.learning_rate}
 
 
-def take_step(run: Run) -> dict[str, float]:
+def take_step(run: StepState) -> dict[str, float]:
     """Make one update of the weights, wait for it, and return its figures; see `train_step`."""
     result = train_step(run)
     check_steps(run)
     return result.read()
 
 
-def train_step(run: Run) -> StepResult:
+def train_step(run: StepState) -> StepResult:
     """Make one update of the weights: add up the gradients of its batches, clip them, step the optimizers."""
     loop, operations = run.config.loop, run.operations
     run.progress.step += 1
@@ -74,7 +74,7 @@ def train_step(run: Run) -> StepResult:
     return StepResult(total, norm, factor * run.config.optim.lr)
 
 
-def _mean_count(run: Run, count: int) -> float:
+def _mean_count(run: StepState, count: int) -> float:
     # Windows of text have the same number of targets on all ranks.
     if run.world.size == 1 or run.dataset.chat_tokenizer is None:
         return count

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from chatgot.model.gpt import TransformerBlock
-from chatgot.techniques.base import MemoryEffects, Proof, Run, Section, Technique, Verification
+from chatgot.techniques.base import MemoryEffects, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import count_calls
 from tensorkeep.ext import Count
 
@@ -54,17 +54,17 @@ class ActivationCheckpointing(Technique):
     Settings: ClassVar = CheckpointingSettings
     settings: CheckpointingSettings
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         for block in self._blocks(run):
             block.forward = _checkpointed(block.forward, keep=self.settings.keep)  # type: ignore[method-assign]
 
-    def _blocks(self, run: Run) -> list[TransformerBlock]:
+    def _blocks(self, run: StepState) -> list[TransformerBlock]:
         return cast("list[TransformerBlock]", list(run.model.blocks))[:: self.settings.every]
 
     def affect_memory(self, effects: MemoryEffects) -> None:
         effects.checkpoint_every, effects.keeps_matmuls = self.settings.every, self.settings.keep == "matmuls"
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         blocks = self._blocks(run)
         expected = 2 * run.config.loop.gradient_accumulation_steps
         # The first norm runs once in each forward pass of a block: two for a batch, or the block was not recomputed.

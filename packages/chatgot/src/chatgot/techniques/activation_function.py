@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from chatgot.model.config import GATED, ModelConfig
 from chatgot.model.gpt import MLP
-from chatgot.techniques.base import Config, Proof, Run, Section, Technique, Verification
+from chatgot.techniques.base import Config, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import observe_inputs, observe_outputs
 from tensorkeep.errors import UsageError
 
@@ -73,7 +73,7 @@ class ActivationFunction(Technique):
             )
         return config.changed({"model.activation": chosen.activation, "model.d_ff": d_ff})
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         name = self.settings.activation
         mlps: list[MLP] = [block.mlp for block in run.model.blocks]  # type: ignore[misc]
         by_layer: dict[nn.Module, MLP] = {mlp.down: mlp for mlp in mlps if (mlp.gate is not None) == (name in GATED)}

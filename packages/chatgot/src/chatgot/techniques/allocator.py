@@ -8,7 +8,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from chatgot.techniques.base import Machine, Proof, Run, Section, Technique, Verification
+from chatgot.techniques.base import Machine, Proof, Section, StepState, Technique, Verification
 from tensorkeep.ext import Fraction
 
 # torch reads the second variable, an older name, if the first is not set.
@@ -58,7 +58,7 @@ class Allocator(Technique):
     def _requested(self) -> dict[str, Any]:
         return {name: value for name, value in msgspec.structs.asdict(self.settings).items() if value is not None}
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         yield
         snapshot = torch.cuda.memory._snapshot(run.device)
         found = snapshot["allocator_settings"]

@@ -22,8 +22,8 @@ from chatgot.techniques.base import (
     Machine,
     MemoryEffects,
     Proof,
-    Run,
     Section,
+    StepState,
     Technique,
     Verification,
 )
@@ -172,7 +172,7 @@ class AttentionKernel(Technique):
         finally:
             torch_attention.restore_flash_attention_impl()
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         name = self.settings.kernel
         if name == "matmul":
             kernel: AttentionFunction = matmul_attention
@@ -184,7 +184,7 @@ class AttentionKernel(Technique):
     def affect_memory(self, effects: MemoryEffects) -> None:
         effects.attention_kernel = self.settings.kernel
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         projections, requested = [each.out for each in run.model.attentions], self.settings.kernel
         # In the graph, fa3 looks like the kernel that it replaces.
         expected, operators = "flash" if requested == "fa3" else requested, Counter[str]()

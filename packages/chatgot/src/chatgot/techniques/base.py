@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from chatgot.config.config import Config
-from chatgot.step.state import Run
+from chatgot.step.state import StepState
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.ext import Registry, Section
 
@@ -27,8 +27,8 @@ __all__ = [
     "MemoryEffects",
     "NoSettings",
     "Proof",
-    "Run",
     "Section",
+    "StepState",
     "Technique",
     "Verification",
 ]
@@ -260,7 +260,7 @@ class Technique(ABC):
         """Return a context around the whole run, from building to closing it, for settings of the process."""
         return nullcontext()
 
-    def apply(self, run: Run) -> None:  # noqa: B027  # a technique may only configure
+    def apply(self, run: StepState) -> None:  # noqa: B027  # a technique may only configure
         """Turn the technique on: change the model, optimizers, batches or operations of a run that is built.
 
         Called before a checkpoint is restored. The names of the parameters must not change.
@@ -271,14 +271,14 @@ class Technique(ABC):
             If the technique cannot work with this run.
         """
 
-    def warm_up(self, run: Run) -> None:  # noqa: B027  # most techniques need none
+    def warm_up(self, run: StepState) -> None:  # noqa: B027  # most techniques need none
         """Prepare the first step, for example compile code, before any technique observes that step.
 
         See `chatgot.techniques.observe.warm_up_loss`.
         """
 
     @abstractmethod
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         """Observe the first step of the process, and prove that the technique is active.
 
         A generator: install hooks, ``yield`` once while the step runs, remove the hooks, and return a `Proof`. The step

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from chatgot.optim.muon import Muon
-from chatgot.techniques.base import Machine, Proof, Run, Section, Technique, Verification
+from chatgot.techniques.base import Machine, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import Loss, warm_up_loss
 from tensorkeep.errors import UsageError
 
@@ -98,7 +98,7 @@ class Compile(Technique):
         # A replay of its CUDA graphs overwrites the gradients of the batch before.
         return 'in the mode "reduce-overhead"' if self.settings.mode == "reduce-overhead" else None
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         inner, batches = run.operations.loss, run.config.loop.gradient_accumulation_steps
         if self.settings.mode == "reduce-overhead" and batches > 1:
             raise UsageError(
@@ -165,7 +165,7 @@ class Compile(Technique):
             "fallback_random": True,
         }
 
-    def warm_up(self, run: Run) -> None:
+    def warm_up(self, run: StepState) -> None:
         from torch._dynamo.exc import TorchDynamoException
 
         # Compiled before any technique observes: compiled code would contain the hooks.
@@ -178,7 +178,7 @@ class Compile(Technique):
             raise self.not_active(f"torch could not compile: {reason}", remedy) from error
         self._seconds, self._counts_after_warm_up = time.perf_counter() - begin, _counts()
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         before, self._recompiled, self._observed = self._calls, 0, True
         try:
             yield

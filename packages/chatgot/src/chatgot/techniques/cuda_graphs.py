@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from chatgot.techniques.base import Config, Proof, Run, Technique, Verification
+from chatgot.techniques.base import Config, Proof, StepState, Technique, Verification
 from chatgot.techniques.distributed import PARALLEL_TECHNIQUES
 from chatgot.techniques.observe import Loss, warm_up_loss
 from tensorkeep.errors import UsageError
@@ -44,7 +44,7 @@ class CudaGraphs(Technique):
             )
         return config
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         inner = run.operations.loss
         parameters = [each for each in run.model.parameters() if each.requires_grad]
 
@@ -62,11 +62,11 @@ class CudaGraphs(Technique):
 
         run.operations.loss, run.operations.plain_loss = loss, run.operations.plain_loss or inner
 
-    def warm_up(self, run: Run) -> None:
+    def warm_up(self, run: StepState) -> None:
         # Capture now: a capture while techniques observe would contain their hooks.
         warm_up_loss(run)
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         graphs, expected = self._graphs, run.config.loop.gradient_accumulation_steps
         if graphs is not None:
             graphs.replays.clear()

@@ -9,7 +9,7 @@ from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from chatgot.techniques.base import Proof, Run, Verification
+from chatgot.techniques.base import Proof, StepState, Verification
 from chatgot.techniques.distributed import ParallelTechnique, before_each_batch, distribute_muon, shard_batches
 from chatgot.techniques.observe import Loss, few_rows, fingerprint, next_batch, observe_operation
 
@@ -26,7 +26,7 @@ class Ddp(ParallelTechnique):
     _reduced = 0
     _last = False
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         shard_batches(run, run.world.rank, run.world.size)
         distribute_muon(run)
         operations, inner = run.operations, run.operations.loss
@@ -49,7 +49,7 @@ class Ddp(ParallelTechnique):
         operations.loss = loss
         before_each_batch(run, lambda last: setattr(self, "_last", last))
 
-    def warm_up(self, run: Run) -> None:
+    def warm_up(self, run: StepState) -> None:
         """Compute a gradient and discard it, so that DDP rebuilds its buckets before the first step."""
         # The buckets decide the order of sums, and a resumed run must compute the same bits as an uninterrupted run.
         with next_batch(run) as (inputs, targets):
@@ -57,7 +57,7 @@ class Ddp(ParallelTechnique):
             self.parallel(*few_rows(inputs, targets)).backward()
         run.model.zero_grad()
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         before, equal = self._reduced, False
 
         def compare() -> None:

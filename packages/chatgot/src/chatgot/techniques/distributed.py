@@ -20,7 +20,7 @@ from chatgot.optim.muon import Muon
 from chatgot.optim.optimizers import WeightAverage, weights_of
 from chatgot.step.device import memory_errors_reported
 from chatgot.step.world import can_join, launched_machines
-from chatgot.techniques.base import Config, Machine, Run, Technique
+from chatgot.techniques.base import Config, Machine, StepState, Technique
 from tensorkeep.errors import UsageError
 from tensorkeep.ext.formats import box_of
 from tensorkeep.ext.state import ShardedLeaf
@@ -53,7 +53,7 @@ class ParallelTechnique(Technique):
         return f"needs torchrun: torchrun --nproc-per-node 2 -m tensorkeep train RECIPE --technique {self.name}"
 
 
-def shard_batches(run: Run, rank: int, count: int) -> None:
+def shard_batches(run: StepState, rank: int, count: int) -> None:
     """Let this process train one of ``count`` parts of every batch; UsageError if the batch size is not a multiple."""
     loop = run.config.loop
     # `loop.batch_size` counts the rows of all processes together: they compute what one process would.
@@ -66,14 +66,14 @@ def shard_batches(run: Run, rank: int, count: int) -> None:
     torch.manual_seed(loop.seed + rank)
 
 
-def distribute_muon(run: Run) -> None:
+def distribute_muon(run: StepState) -> None:
     for optimizer in run.optimizers.values():
         if isinstance(optimizer, Muon):
             # Each rank orthogonalises some matrices instead of all.
             optimizer.ranks = run.world.group
 
 
-def before_each_batch(run: Run, announce: Callable[[bool], object]) -> None:
+def before_each_batch(run: StepState, announce: Callable[[bool], object]) -> None:
     """Call a function before the loss of every micro-batch of a step; its argument is True for the last one."""
     operations = run.operations
     loss, backward, clip, done = operations.loss, operations.backward, operations.clip, 0
@@ -147,7 +147,7 @@ def _check_mesh(sizes: dict[str, int], size: int) -> None:
         )
 
 
-def mesh_of(run: Run) -> DeviceMesh:
+def mesh_of(run: StepState) -> DeviceMesh:
     """Return the mesh of a run; the first call is a collective."""
     world = run.world
     if world.mesh is None:
@@ -175,7 +175,7 @@ Keep = Callable[[str, Tensor, Tensor], Tensor]
 
 
 @torch.no_grad()
-def fill_parameters(run: Run, keep: Keep) -> None:
+def fill_parameters(run: StepState, keep: Keep) -> None:
     """Make the parameters of a model on the meta device, with the values that one process would draw."""
     model = run.model
     generator = torch.Generator().manual_seed(run.config.loop.seed)
@@ -199,7 +199,7 @@ def _owners(model: GPT) -> dict[int, list[tuple[nn.Module, str]]]:
     return owners
 
 
-def update_parameters(run: Run, before: Mapping[str, nn.Parameter]) -> None:
+def update_parameters(run: StepState, before: Mapping[str, nn.Parameter]) -> None:
     after = dict(run.model.named_parameters())
     # By identity, because optimizers hold tensors without names.
     new = {id(old): after[name] for name, old in before.items()}
@@ -223,7 +223,7 @@ class ShardingTechnique(ParallelTechnique):
             )
         return config
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         """Shard the model, which is on the meta device. The last sharding technique makes this process's shards."""
         before, mesh = dict(run.model.named_parameters()), mesh_of(run)
         self.shard(run, mesh)
@@ -236,10 +236,10 @@ class ShardingTechnique(ParallelTechnique):
             use_sharded_parameters(run, mesh)
 
     @abstractmethod
-    def shard(self, run: Run, mesh: DeviceMesh) -> None:
+    def shard(self, run: StepState, mesh: DeviceMesh) -> None:
         """Shard the parameters of the model along the dimension."""
 
-    def check_sharded(self, run: Run, dimensions: Mapping[str, int]) -> None:
+    def check_sharded(self, run: StepState, dimensions: Mapping[str, int]) -> None:
         """Raise TechniqueNotActiveError unless parameters are sharded along ``dimensions``, and updated."""
         shards, count = sharded_parameters(run.model), mesh_of(run)[self.axis].size()
         plain = [name for name, dim in dimensions.items() if not _is_placed(shards.get(name), self.axis, dim, count)]
@@ -284,7 +284,7 @@ def _dtensor_like(parameter: DTensor, local: Tensor, placements: Sequence[Placem
     )
 
 
-def fill_shards(run: Run) -> None:
+def fill_shards(run: StepState) -> None:
     def shard_of(name: str, parameter: Any, full: Tensor) -> DTensor:
         # On the meta device the DTensor has a shape and a placement, and no memory.
         local = torch.empty_like(parameter.to_local(), device=run.device)
@@ -301,7 +301,7 @@ def copy_boxes(name: str, full: Tensor, shard: DTensor) -> None:
         piece.array.copy_(full[box_of(piece.offsets, piece.shape)])
 
 
-def use_sharded_parameters(run: Run, mesh: DeviceMesh) -> None:
+def use_sharded_parameters(run: StepState, mesh: DeviceMesh) -> None:
     """Average the sharded parameters, save their `checkpoint_view`, and clip by the norm of all shards."""
     distribute_muon(run)
     run.average = WeightAverage(dict(run.model.named_parameters()), run.config.ema.decay)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from chatgot.techniques.base import Proof, Run, Section, Verification
+from chatgot.techniques.base import Proof, Section, StepState, Verification
 from chatgot.techniques.distributed import (
     REPLICATE,
     SHARD,
@@ -73,7 +73,7 @@ class Fsdp(ShardingTechnique):
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
             yield
 
-    def shard(self, run: Run, mesh: DeviceMesh) -> None:
+    def shard(self, run: StepState, mesh: DeviceMesh) -> None:
         shard_batches(run, *data_rank(mesh))
         # The mesh may have a dimension of tensor parallelism too, which has sharded every matrix before.
         replicated = REPLICATE in (mesh.mesh_dim_names or ())
@@ -92,7 +92,7 @@ class Fsdp(ShardingTechnique):
         if not self.settings.sync_each_batch:
             before_each_batch(run, model.set_requires_gradient_sync)
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         exchanged: list[int] = []
 
         def count() -> None:

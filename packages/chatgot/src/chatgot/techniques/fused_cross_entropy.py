@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from chatgot.model.gpt import IGNORED
-from chatgot.techniques.base import Machine, MemoryEffects, Proof, Run, Section, Technique, Verification
+from chatgot.techniques.base import Machine, MemoryEffects, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import observe_outputs
 from tensorkeep.ext import format_bytes
 
@@ -75,7 +75,7 @@ class FusedCrossEntropy(Technique):
         )
         return _compiled_kernel() if compiled else gradient_and_loss
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         plain_loss, kernel, padding = run.model.loss, self._kernel(run.device), run.config.model.vocab_padding
 
         def loss(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class FusedCrossEntropy(Technique):
     def affect_memory(self, effects: MemoryEffects) -> None:
         effects.loss_chunks = self.settings.parts
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         head_outputs: list[int] = []
         self._losses = 0
         with observe_outputs([run.model.head], lambda module, logits: head_outputs.append(logits.nbytes)):

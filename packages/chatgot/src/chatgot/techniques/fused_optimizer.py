@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chatgot.techniques.base import Config, MemoryEffects, Proof, Run, Technique, Verification
+from chatgot.techniques.base import Config, MemoryEffects, Proof, StepState, Technique, Verification
 from chatgot.techniques.observe import observe_adamw
 from tensorkeep.errors import UsageError
 
@@ -35,7 +35,7 @@ class FusedOptimizer(Technique):
             )
         return config.changed({"optim.implementation": "fused"})
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         adamw, observer = run.optimizers["adamw"], _FusedKernelObserver()
         step = adamw.step
 

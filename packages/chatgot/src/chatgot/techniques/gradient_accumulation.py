@@ -8,7 +8,7 @@ import msgspec
 from torch import Tensor
 
 from chatgot.data.batches import Batch, BatchSource
-from chatgot.techniques.base import MemoryEffects, Proof, Run, Section, Technique, Verification
+from chatgot.techniques.base import MemoryEffects, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import count_updates, observe_operation
 from chatgot.techniques.wrapped_batches import WrappedBatches
 from tensorkeep.errors import UsageError
@@ -44,7 +44,7 @@ class GradientAccumulation(Technique):
     after: ClassVar = ("progressive-length", "length-curriculum", "loss-curriculum")
     settings: AccumulationSettings
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         loop, count = run.config.loop, self.settings.batches
         if loop.batch_size % count:
             raise UsageError(
@@ -66,7 +66,7 @@ class GradientAccumulation(Technique):
     def affect_memory(self, effects: MemoryEffects) -> None:
         effects.micro_batches = self.settings.batches
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         rows, early_steps = list[int](), 0
 
         def count(inputs: Tensor, targets: Tensor) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from chatgot.optim.schedules import learning_rate_factor
-from chatgot.techniques.base import Config, Proof, Run, Section, Technique, Verification
+from chatgot.techniques.base import Config, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import hooked
 from tensorkeep.errors import UsageError
 from tensorkeep.ext import Count, Fraction, Positive
@@ -24,7 +24,7 @@ class _ScheduleTechnique(Technique):
     kind: ClassVar = "algorithmic"
     changes: ClassVar = "optimizer"
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         stepped: list[float] = []
         # A global hook: it also sees an optimizer that the run does not know.
         with hooked([register_optimizer_step_pre_hook(lambda optimizer, *_: stepped.extend(_rates(optimizer)))]):
@@ -90,7 +90,7 @@ class LrPlateau(_ScheduleTechnique):
         settings = msgspec.structs.asdict(self.settings)
         return config.changed({"schedule.name": "plateau", **{f"schedule.{key}": settings[key] for key in settings}})
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         proof = yield from super().verify(run)
         patience, before, trial = self.settings.patience, run.plateau.factor, copy.deepcopy(run.plateau)
         for _ in range(patience):

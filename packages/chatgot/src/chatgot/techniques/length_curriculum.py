@@ -10,7 +10,7 @@ from msgspec import Meta
 from chatgot.data.batches import Batch, Batches, BatchSource
 from chatgot.data.dataset import TRAIN
 from chatgot.data.tokenizers.base import Tokens
-from chatgot.techniques.base import Proof, Run, Section, Technique, Verification
+from chatgot.techniques.base import Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import record_inputs
 from chatgot.techniques.wrapped_batches import WrappedBatches, same_tokens
 from tensorkeep.errors import UsageError
@@ -60,7 +60,7 @@ class LengthCurriculum(Technique):
     }
     settings: LengthCurriculumSettings
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         self._lengths = _document_lengths(run)
         everything = _Stage(_batches(run, run.dataset.train), len(self._lengths), int(self._lengths.sum()))
         self._stages = [*_first_stages(run, self._lengths, self.settings.stages), everything]
@@ -73,14 +73,14 @@ class LengthCurriculum(Technique):
 
         run.batches = WrappedBatches(everything.batches, draw)
 
-    def _stage(self, run: Run) -> int:
+    def _stage(self, run: StepState) -> int:
         # 0 in a warm-up, which draws a batch before the first step.
         # The last stage begins when the fraction `share` of the steps is done.
         done = max(0, run.progress.step - 1) / (self.settings.share * run.config.loop.steps)
         stages = self.settings.stages
         return min(int(done * (stages - 1)), stages - 1)
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         # The position counts the drawn batches, so the step's batches can be drawn again.
         everything = self._stages[-1].batches
         begin = everything.position
@@ -102,7 +102,7 @@ class LengthCurriculum(Technique):
         )
 
 
-def _document_lengths(run: Run) -> npt.NDArray[np.int64]:
+def _document_lengths(run: StepState) -> npt.NDArray[np.int64]:
     if run.dataset.mixture:
         raise UsageError(
             "length-curriculum sorts the documents of one text, and the data is a mixture",
@@ -121,7 +121,7 @@ def _document_lengths(run: Run) -> npt.NDArray[np.int64]:
     return np.diff(ends, prepend=0)
 
 
-def _first_stages(run: Run, lengths: npt.NDArray[np.int64], stages: int) -> list[_Stage]:
+def _first_stages(run: StepState, lengths: npt.NDArray[np.int64], stages: int) -> list[_Stage]:
     # Stable, so that documents of equal length keep their order, and a resumed run draws the same windows.
     order = np.argsort(lengths, kind="stable")
     tokens = np.cumsum(lengths[order])
@@ -142,7 +142,7 @@ def _first_stages(run: Run, lengths: npt.NDArray[np.int64], stages: int) -> list
     return [_Stage(_batches(run, text[: tokens[count - 1]]), count, int(tokens[count - 1])) for count in counts]
 
 
-def _batches(run: Run, text: Tokens) -> Batches:
+def _batches(run: StepState, text: Tokens) -> Batches:
     return Batches(
         text,
         context_length=run.config.model.context_length,

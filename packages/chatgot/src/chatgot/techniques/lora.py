@@ -8,7 +8,7 @@ from torch import Tensor
 
 from chatgot.model.layers import ADAPTER_B, is_adapter
 from chatgot.optim.optimizers import weights_of
-from chatgot.techniques.base import Config, Proof, Run, Section, Technique, Verification
+from chatgot.techniques.base import Config, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import count_updates, fingerprint
 from tensorkeep.ext import Count, Positive
 
@@ -57,7 +57,7 @@ class Lora(Technique):
         settings = msgspec.structs.asdict(self.settings)
         return config.changed({f"model.lora.{name}": value for name, value in settings.items()})
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         parameters = dict(run.model.named_parameters())
         frozen = {name: each for name, each in parameters.items() if not is_adapter(name)}
         # The first update moves only B: the gradient of A is a product with B, which is 0.

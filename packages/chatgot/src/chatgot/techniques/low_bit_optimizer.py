@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from chatgot.optim.optimizers import weights_of
-from chatgot.techniques.base import Machine, MemoryEffects, Proof, Run, Section, Technique, Verification
+from chatgot.techniques.base import Machine, MemoryEffects, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import count_updates, observe_adamw
 from tensorkeep.errors import UsageError
 from tensorkeep.ext import format_bytes
@@ -61,7 +61,7 @@ class LowBitOptimizer(Technique):
         lack = machine.missing_package("torchao", install="torchao")
         return lack or (machine.missing_compiler() if self.settings.compiled else None)
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         optimizer = low_bit(run.optimizers["adamw"], bits=self.settings.bits)
         self._block_size = optimizer.block_size
         if not any(map(self._is_large, weights_of(optimizer))):
@@ -82,7 +82,7 @@ class LowBitOptimizer(Technique):
     def affect_memory(self, effects: MemoryEffects) -> None:
         effects.state_bits = str(self.settings.bits)
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         with count_updates(run) as updates, observe_adamw(run) as observed:
             yield
         optimizer = run.optimizers["adamw"]

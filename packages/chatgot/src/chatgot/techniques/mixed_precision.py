@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from chatgot.model.attention import in_float32
 from chatgot.step.device import chosen_device, measured_peak
-from chatgot.techniques.base import Config, MemoryEffects, Proof, Run, Section, Technique, Verification
+from chatgot.techniques.base import Config, MemoryEffects, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import Loss, observe_inputs, observe_outputs
 from tensorkeep.errors import UnsupportedError
 
@@ -79,7 +79,7 @@ class MixedPrecision(Technique):
     def _dtype(self) -> torch.dtype:
         return torch.float16 if self.settings.dtype == "fp16" else torch.bfloat16
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         dtype, operations = self._dtype, run.operations
 
         def under_autocast(inner: Loss) -> Loss:
@@ -98,7 +98,7 @@ class MixedPrecision(Technique):
         if dtype is torch.float16:
             self._scale_losses(run)
 
-    def _scale_losses(self, run: Run) -> None:
+    def _scale_losses(self, run: StepState) -> None:
         # Each loss decides the next scale, so it must be read in its own step.
         run.reads_losses = True
         scaler = self._scaler = torch.amp.GradScaler(run.device.type)
@@ -135,7 +135,7 @@ class MixedPrecision(Technique):
     def affect_memory(self, effects: MemoryEffects) -> None:
         effects.element_bytes = 2
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         linear: Counter[torch.dtype] = Counter()
         attention: Counter[torch.dtype] = Counter()
         layers = [each for each in run.model.blocks.modules() if isinstance(each, nn.Linear)]

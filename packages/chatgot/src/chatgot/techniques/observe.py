@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from chatgot.model.gpt import IGNORED
-from chatgot.techniques.base import Run, Technique
+from chatgot.techniques.base import StepState, Technique
 
 Observer = Callable[[nn.Module, Tensor], object]
 Operation = Literal["loss", "backward", "clip", "accepts", "update"]
@@ -71,7 +71,7 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 @contextmanager
-def replace_operation(run: Run, name: Operation, replacement: Callable[..., Any]) -> Iterator[None]:
+def replace_operation(run: StepState, name: Operation, replacement: Callable[..., Any]) -> Iterator[None]:
     original = getattr(run.operations, name)
     setattr(run.operations, name, replacement)
     try:
@@ -81,7 +81,11 @@ def replace_operation(run: Run, name: Operation, replacement: Callable[..., Any]
 
 
 def observe_operation(
-    run: Run, name: Operation, *, before: Callable[..., object] | None = None, after: Callable[[], object] | None = None
+    run: StepState,
+    name: Operation,
+    *,
+    before: Callable[..., object] | None = None,
+    after: Callable[[], object] | None = None,
 ) -> AbstractContextManager[None]:
     """Call functions before and after one of a run's `Operations`; ``before`` gets its arguments."""
     operation = getattr(run.operations, name)
@@ -98,7 +102,7 @@ def observe_operation(
 
 
 @contextmanager
-def record_inputs(run: Run) -> Iterator[list[Tensor]]:
+def record_inputs(run: StepState) -> Iterator[list[Tensor]]:
     recorded: list[Tensor] = []
     with observe_operation(run, "loss", before=lambda inputs, targets: recorded.append(inputs.cpu())):
         yield recorded
@@ -119,7 +123,7 @@ class Updates:
 
 
 @contextmanager
-def count_updates(run: Run) -> Iterator[Updates]:
+def count_updates(run: StepState) -> Iterator[Updates]:
     updates = Updates()
 
     def count() -> None:
@@ -141,7 +145,7 @@ def count_updates(run: Run) -> Iterator[Updates]:
 
 
 @contextmanager
-def next_batch(run: Run) -> Iterator[tuple[Tensor, Tensor]]:
+def next_batch(run: StepState) -> Iterator[tuple[Tensor, Tensor]]:
     """Give the inputs and targets of the next step's first batch, on the device; restore the run and random states."""
     position = run.batches.state_dict()
     # Techniques choose batches by step, and this batch belongs to the next step.
@@ -155,7 +159,7 @@ def next_batch(run: Run) -> Iterator[tuple[Tensor, Tensor]]:
         run.progress.step -= 1
 
 
-def warm_up_loss(run: Run) -> None:
+def warm_up_loss(run: StepState) -> None:
     with next_batch(run) as (inputs, targets):
         parameters = [each for each in run.model.parameters() if each.requires_grad]
         # Not backward(): it would leave gradients for the step to add to.
@@ -163,7 +167,7 @@ def warm_up_loss(run: Run) -> None:
 
 
 @contextmanager
-def plain_rows_computed(run: Run) -> Iterator[None]:
+def plain_rows_computed(run: StepState) -> Iterator[None]:
     """Within this context, also compute a few rows of every batch in plain Python, if the loss itself runs no hooks."""
     loss, plain = run.operations.loss, run.operations.plain_loss
     if plain is None:
@@ -190,7 +194,7 @@ def few_rows(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return inputs[chosen], targets[chosen]
 
 
-def _compute_and_discard(run: Run, loss: Loss, inputs: Tensor, targets: Tensor) -> None:
+def _compute_and_discard(run: StepState, loss: Loss, inputs: Tensor, targets: Tensor) -> None:
     """Run a forward and a backward pass without a change of gradients or random states."""
     # Differentiate with respect to the input of the blocks. The backward pass then goes through all blocks and computes
     # no weight gradients, which would need memory beside the gradients of the step. A weight is not always part of the
@@ -245,7 +249,7 @@ def _without_function_modes() -> Iterator[None]:
 
 
 @contextmanager
-def _restored_random_states(run: Run) -> Iterator[None]:
+def _restored_random_states(run: StepState) -> Iterator[None]:
     with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
         yield
 
@@ -274,7 +278,7 @@ class AdamWUpdate:
 
 
 @contextmanager
-def observe_adamw(run: Run, state_of: Callable[[Tensor], OptimizerState] | None = None) -> Iterator[AdamWUpdate]:
+def observe_adamw(run: StepState, state_of: Callable[[Tensor], OptimizerState] | None = None) -> Iterator[AdamWUpdate]:
     """Compare the update of AdamW within this context with the formula of Loshchilov and Hutter, arXiv 1711.05101.
 
     ``state_of`` returns the state of a weight before the update; by default the state in the run's optimizer.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from chatgot.optim.optimizers import weights_of
-from chatgot.techniques.base import MemoryEffects, Proof, Run, Technique, Verification
+from chatgot.techniques.base import MemoryEffects, Proof, StepState, Technique, Verification
 from chatgot.techniques.observe import observe_adamw
 from tensorkeep.ext import format_bytes
 
@@ -38,13 +38,13 @@ class OptimizerOffload(Technique):
         "tensor-parallel": "the weights are sharded",
     }
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         run.optimizers["adamw"] = HostOptimizer(run.optimizers["adamw"])
 
     def affect_memory(self, effects: MemoryEffects) -> None:
         effects.offloads_states = True
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         optimizer: Any = run.optimizers["adamw"]
         before = getattr(optimizer, "fetched_bytes", 0)
         with observe_adamw(run, getattr(optimizer, "state_of", None)) as observed:

@@ -15,7 +15,7 @@ from chatgot.model.gpt import GPT, token_loss
 from chatgot.model.layers import RotaryPositions
 from chatgot.optim.optimizers import WeightAverage, weights_of
 from chatgot.step.world import World
-from chatgot.techniques.base import Proof, Run, Section, Verification
+from chatgot.techniques.base import Proof, Section, StepState, Verification
 from chatgot.techniques.distributed import ParallelTechnique, fill_parameters, update_parameters
 from chatgot.techniques.observe import count_calls
 from chatgot.techniques.wrapped_batches import WrappedBatches
@@ -61,7 +61,7 @@ class Stages:
             weights["head.weight"] = weights["tokens.weight"]
         return weights
 
-    def fill(self, run: Run) -> None:
+    def fill(self, run: StepState) -> None:
         """Make the parameters of this process; the other parameters have shapes, and no memory."""
         own, before = self.own(), dict(self.model.named_parameters())
 
@@ -128,7 +128,7 @@ class StageModule(nn.Module):
         return stages.logits(x) if stages.last else x
 
 
-def save_own_stage(run: Run, stages: Stages) -> None:
+def save_own_stage(run: StepState, stages: Stages) -> None:
     """Make this rank save and load its own stage; the ranks together save the keys of a run with one process."""
     run.average = WeightAverage(stages.own(), run.config.ema.decay)
     run.in_checkpoint["model"] = stages.weights
@@ -210,7 +210,7 @@ class PipelineParallel(ParallelTechnique):
     _schedule: Any
     _tied_group: Any = None
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         self._check(run)
         loop = run.config.loop
         rows = loop.batch_size * loop.gradient_accumulation_steps
@@ -242,7 +242,7 @@ class PipelineParallel(ParallelTechnique):
         run.operations.backward = lambda value: None
         run.operations.clip = lambda: self._clip(run.config.optim.grad_clip)
 
-    def _check(self, run: Run) -> None:
+    def _check(self, run: StepState) -> None:
         size, parts, loop = run.world.size, self.settings.parts, run.config.loop
         rows = loop.batch_size * loop.gradient_accumulation_steps
         if run.config.model.n_layers < size:
@@ -262,7 +262,7 @@ class PipelineParallel(ParallelTechnique):
                 remedy="give techniques.mixed-precision.dtype bf16",
             )
 
-    def _build_schedule(self, run: Run, rows: int) -> Any:
+    def _build_schedule(self, run: StepState, rows: int) -> Any:
         model, stages, world = run.config.model, self.stages, run.world
         tokens = torch.empty(rows, model.context_length, dtype=torch.int64, device="meta")
         features, logits = (
@@ -307,7 +307,7 @@ class PipelineParallel(ParallelTechnique):
             torch.nn.utils.clip_grads_with_norm_(list(own.values()), most, norm)
         return norm
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         blocks = list(run.model.blocks)
         with count_calls(block.norm1 for block in blocks) as calls:  # type: ignore[misc]
             yield

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from chatgot.data.batches import Batch, BatchSource
-from chatgot.techniques.base import Config, Proof, Run, Section, Technique, Verification
+from chatgot.techniques.base import Config, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import observe_inputs, record_inputs
 from chatgot.techniques.wrapped_batches import WrappedBatches
 from tensorkeep.errors import UsageError
@@ -76,7 +76,7 @@ class ProgressiveLength(Technique):
                 )
         return config
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         def cut(batches: BatchSource) -> Batch:
             # Neighbouring pieces stay in order, so the targets still follow their inputs.
             inputs, targets = (each.reshape(-1, self._length(run)) for each in next(batches))
@@ -90,12 +90,12 @@ class ProgressiveLength(Technique):
         ends = [round(end * steps) for end in itertools.accumulate(self.settings.shares)]
         return sum(step > end for end in ends[:-1])
 
-    def _length(self, run: Run) -> int:
+    def _length(self, run: StepState) -> int:
         # By the step alone, so that a run resumes within a stage.
         pieces = self.settings.pieces[self.stage(run.progress.step, run.config.loop.steps)]
         return run.config.model.context_length // pieces
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         lengths: set[int] = set()
         with (
             record_inputs(run) as inputs,

@@ -11,7 +11,7 @@ from chatgot.config.config import TECHNIQUES, Config
 from chatgot.step.device import chosen_device
 from chatgot.step.state import checked_at_once
 from chatgot.step.world import World
-from chatgot.techniques.base import TECHNIQUE_CLASSES, Changed, Machine, MemoryEffects, Proof, Run, Technique
+from chatgot.techniques.base import TECHNIQUE_CLASSES, Changed, Machine, MemoryEffects, Proof, StepState, Technique
 from chatgot.techniques.observe import plain_rows_computed
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
 from tensorkeep.ext import read_settings
@@ -72,16 +72,16 @@ class Stack:
                 contexts.enter_context(each.process())
             yield
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         for each in self.techniques:
             each.apply(run)
 
-    def warm_up(self, run: Run) -> None:
+    def warm_up(self, run: StepState) -> None:
         for each in self.techniques:
             each.warm_up(run)
 
     @contextmanager
-    def verified(self, run: Run) -> Iterator[None]:
+    def verified(self, run: StepState) -> Iterator[None]:
         """Observe the step in this context with every technique that has no proof yet, and keep the proofs.
 
         Raises TechniqueNotActiveError if a technique was not active, or could not be proved in 40 steps.
@@ -120,7 +120,7 @@ class Stack:
 
 
 @contextmanager
-def _observed(technique: Technique, run: Run, proofs: dict[str, Proof]) -> Iterator[None]:
+def _observed(technique: Technique, run: StepState, proofs: dict[str, Proof]) -> Iterator[None]:
     proof = yield from technique.verify(run)
     if proof is not None:
         proofs[technique.name] = proof

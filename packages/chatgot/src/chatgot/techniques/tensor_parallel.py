@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 from chatgot.model.attention import Cache
 from chatgot.model.config import ModelConfig
 from chatgot.model.gpt import GPT
-from chatgot.techniques.base import Proof, Run, Section, Verification
+from chatgot.techniques.base import Proof, Section, StepState, Verification
 from chatgot.techniques.distributed import TENSOR, ParallelTechnique, ShardingTechnique, mesh_of
 from chatgot.techniques.observe import observe_outputs
 from tensorkeep.errors import UsageError
@@ -59,7 +59,7 @@ class TensorParallel(ShardingTechnique):
     }
     settings: TensorSettings
 
-    def shard(self, run: Run, mesh: DeviceMesh) -> None:
+    def shard(self, run: StepState, mesh: DeviceMesh) -> None:
         model, own_mesh = run.model, mesh[TENSOR]
         size = own_mesh.size()
         check_sizes(model.config, size)
@@ -82,7 +82,7 @@ class TensorParallel(ShardingTechnique):
             model.head.weight = model.tokens.weight
         _use_cache_of_own_heads(model, size)
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         heads: set[int] = set()
         projections = [each.projections[0] for each in run.model.attentions]
         width = (1 if run.config.model.grouped else 3) * run.config.model.head_size

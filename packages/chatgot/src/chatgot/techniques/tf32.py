@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from chatgot.step.device import measured_peak
-from chatgot.techniques.base import Machine, Proof, Run, Section, Technique, Verification
+from chatgot.techniques.base import Machine, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import observe_outputs
 
 _LEVELS = {"tf32": "high", "bf16": "medium"}
@@ -59,13 +59,13 @@ class Tf32(Technique):
     def process(self) -> AbstractContextManager[None]:
         return _restored_precision()
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         # The setting of all backends: torch.compile reads it, and fails if it differs from a backend's own setting.
         torch.set_float32_matmul_precision(_LEVELS[self.settings.precision])
         # MFU is relative to the peak in this precision.
         run.peak_flops = measured_peak(run.device)
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         settings: set[str] = set()
         errors: list[float] = []
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from chatgot.model.gpt import MLP
-from chatgot.techniques.base import Machine, Proof, Run, Technique, Verification
+from chatgot.techniques.base import Machine, Proof, StepState, Technique, Verification
 from tensorkeep.errors import UsageError
 
 # Activations that torch computes in several passes. GELU is one kernel in torch.
@@ -32,7 +32,7 @@ class TritonKernel(Technique):
     def missing(self, machine: Machine) -> str | None:
         return machine.missing_cuda(least=(8, 0)) or machine.missing_package("triton", install="triton")
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         kind = run.config.model.activation
         if kind not in _SUPPORTED:
             raise UsageError(
@@ -47,7 +47,7 @@ class TritonKernel(Technique):
     def _count_launch(self, block: int, direction: str) -> None:
         self._launches[block, direction] += 1
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         self._launches = Counter()
         yield
         expected, blocks = run.config.loop.gradient_accumulation_steps, range(len(run.model.blocks))

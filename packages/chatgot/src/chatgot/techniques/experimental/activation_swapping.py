@@ -13,7 +13,7 @@ from msgspec import Meta
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from chatgot.techniques.base import MemoryEffects, Proof, Run, Section, Technique, Verification
+from chatgot.techniques.base import MemoryEffects, Proof, Section, StepState, Technique, Verification
 from tensorkeep.ext import Count, format_bytes
 
 
@@ -60,7 +60,7 @@ class ActivationSwapping(Technique):
 
     _out_bytes = _back_bytes = 0
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         settings, inner = self.settings, run.operations.loss
         swapper = Swapper(run.device, list(run.model.parameters()), least=settings.least, ahead=settings.ahead)
 
@@ -88,7 +88,7 @@ class ActivationSwapping(Technique):
     def affect_memory(self, effects: MemoryEffects) -> None:
         effects.swaps_activations = True
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         self._out_bytes = self._back_bytes = 0
         yield
         out, back = self._out_bytes, self._back_bytes

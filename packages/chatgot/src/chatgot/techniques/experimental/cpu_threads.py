@@ -13,7 +13,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from chatgot.techniques.base import Config, Machine, Proof, Run, Section, Technique, Verification
+from chatgot.techniques.base import Config, Machine, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.distributed import PARALLEL_TECHNIQUES
 from tensorkeep.errors import UsageError
 from tensorkeep.ext import machine
@@ -102,7 +102,7 @@ class CpuThreads(Technique):
             torch.set_num_threads(threads)
             _bind(allowed)
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         yield
         threads = torch.get_num_threads()
         if threads != self.settings.threads:

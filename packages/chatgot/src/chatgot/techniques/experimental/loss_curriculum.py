@@ -12,7 +12,7 @@ from torch import Tensor
 from chatgot.data.batches import Batch, BatchSource
 from chatgot.model.gpt import GPT, token_loss
 from chatgot.step.train_step import evaluating
-from chatgot.techniques.base import Proof, Run, Section, Technique, Verification
+from chatgot.techniques.base import Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import record_inputs
 from chatgot.techniques.wrapped_batches import WrappedBatches, same_tokens
 
@@ -58,7 +58,7 @@ class LossCurriculum(Technique):
     # While observed, by position: the losses of the candidates, and the numbers and inputs of the chosen windows.
     _selections: dict[int, tuple[Tensor, Tensor, Tensor]] | None = None
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         def choose(batches: BatchSource) -> Batch:
             position = batches.position
             # Windows that are not chosen are not drawn again in the same epoch.
@@ -73,12 +73,12 @@ class LossCurriculum(Technique):
 
         run.batches = WrappedBatches(run.batches, choose)
 
-    def _quantile(self, run: Run) -> float:
+    def _quantile(self, run: StepState) -> float:
         # A warm-up draws a batch before the first step.
         done = max(0, run.progress.step - 1) / max(1, run.config.loop.steps - 1)
         return self.settings.begin + (self.settings.end - self.settings.begin) * min(done, 1.0)
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         self._selections = {}
         with record_inputs(run) as inputs:
             yield

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from chatgot.techniques.base import Config, Machine, Proof, Run, Section, Technique, Verification
+from chatgot.techniques.base import Config, Machine, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import hooked
 from tensorkeep.errors import UsageError
 
@@ -82,17 +82,17 @@ class QuantisedForward(Technique):
                 )
         return config
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         if self.settings.mode == "float8":
             to_float8(run.model.blocks)
             return
         for layer in _linear_layers(run):
             layer.forward = _quantised(layer)  # type: ignore[method-assign, assignment]
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         return (yield from self._verify_float8(run) if self.settings.mode == "float8" else self._verify_int8(run))
 
-    def _verify_int8(self, run: Run) -> Verification:
+    def _verify_int8(self, run: StepState) -> Verification:
         layers = _linear_layers(run)
         distances: dict[nn.Linear, tuple[float, float]] = {}
         with hooked(each.register_forward_hook(partial(_record_distances, distances)) for each in layers):
@@ -112,7 +112,7 @@ class QuantisedForward(Technique):
             distance_of_plain=from_plain,
         )
 
-    def _verify_float8(self, run: Run) -> Verification:
+    def _verify_float8(self, run: StepState) -> Verification:
         layers = _linear_layers(run)
         with torch.profiler.profile() as profile:
             yield
@@ -176,7 +176,7 @@ def to_float8(blocks: nn.Module, *, emulate: bool = False) -> None:
     convert_to_float8_training(blocks, config=Float8LinearConfig(emulate=emulate))
 
 
-def _linear_layers(run: Run) -> list[nn.Linear]:
+def _linear_layers(run: StepState) -> list[nn.Linear]:
     # Layers of the blocks only: embeddings and head are not quantised.
     return [each for each in run.model.blocks.modules() if isinstance(each, nn.Linear)]
 

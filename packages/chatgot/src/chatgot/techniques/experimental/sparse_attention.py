@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from chatgot.model.attention import TILE, attend_within, block_mask
-from chatgot.techniques.base import Config, Proof, Run, Section, Technique, Verification
+from chatgot.techniques.base import Config, Proof, Section, StepState, Technique, Verification
 from tensorkeep.errors import UsageError
 from tensorkeep.ext import Count
 
@@ -192,12 +192,12 @@ class SparseAttention(Technique):
             )
         return config
 
-    def apply(self, run: Run) -> None:
+    def apply(self, run: StepState) -> None:
         self._kernels = [TopBlocks(self.settings.block, self.settings.keep) for _ in run.model.attentions]
         for attention, kernel in zip(run.model.attentions, self._kernels, strict=True):
             attention.kernel = kernel
 
-    def verify(self, run: Run) -> Verification:
+    def verify(self, run: StepState) -> Verification:
         for kernel in self._kernels:
             kernel.pairs = []
         yield
