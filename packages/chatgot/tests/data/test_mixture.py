@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chatgot.data.batches import Batches, MixedOffsets
 from chatgot.data.dataset import Dataset
-from chatgot.data.prepare import absolute_source, parse_mixture, prepare, prepare_mixture
+from chatgot.data.prepare import absolute_source, parse_mixture, prepare
 from chatgot.run.data import open_data
 from chatgot.run.folder import RunFolder
 from chatgot.testing import TINY, last_state, losses, train_run
@@ -58,10 +58,10 @@ def test_standard_input_is_refused_where_it_would_be_read_twice(
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=BytesIO(b"text of standard input; " * 99)))
     mixture = f"{tmp_path}/a.txt:0.5,-:0.5"
     with pytest.raises(UsageError, match="-: standard input can be read once") as caught:
-        prepare_mixture(mixture, tmp_path / "learned", tokenizer="char")
+        prepare(mixture, tmp_path / "learned", tokenizer="char")
     assert "--tokenizer byte" in str(caught.value.remedy)
     assert not (tmp_path / "learned").exists()
-    found = Dataset.open(prepare_mixture(mixture, tmp_path / "bytes", tokenizer="byte").path)
+    found = Dataset.open(prepare(mixture, tmp_path / "bytes", tokenizer="byte").path)
     assert "text of standard input" in found.tokenizer.decode(found.train)
 
 
@@ -89,7 +89,7 @@ def texts(folder: Path) -> None:
 def test_sources_are_prepared_together_and_the_weights_are_part_of_the_fingerprint(tmp_path: Path) -> None:
     texts(tmp_path)
     made, *others = (
-        prepare_mixture(f"{tmp_path}/a.txt:{a},{tmp_path}/b.jsonl:{b}", tmp_path / f"data{number}", tokenizer="char")
+        prepare(f"{tmp_path}/a.txt:{a},{tmp_path}/b.jsonl:{b}", tmp_path / f"data{number}", tokenizer="char")
         for number, (a, b) in enumerate(((3, 1), (3, 1), (6, 2), (1, 2)))
     )
     dataset = Dataset.open(made.path, verify=True)
@@ -108,11 +108,11 @@ def test_sources_are_prepared_together_and_the_weights_are_part_of_the_fingerpri
 def test_prepared_data_is_taken_with_its_tokenizer(tmp_path: Path) -> None:
     texts(tmp_path)
     prepare(tmp_path / "b.jsonl", tmp_path / "a", tokenizer="byte")
-    mixed = prepare_mixture(f"{tmp_path}/a:0.5,{tmp_path}/a.txt:0.5", tmp_path / "mixed", tokenizer="char")
+    mixed = prepare(f"{tmp_path}/a:0.5,{tmp_path}/a.txt:0.5", tmp_path / "mixed", tokenizer="char")
     assert mixed.description["tokenizer"] == "byte"
     prepare(tmp_path / "b.jsonl", tmp_path / "b", tokenizer="char")
     with pytest.raises(UsageError, match=r"b: was prepared with other tokens \(char\) than .*a \(byte\)"):
-        prepare_mixture(f"{tmp_path}/a:0.5,{tmp_path}/b:0.5", tmp_path / "other")
+        prepare(f"{tmp_path}/a:0.5,{tmp_path}/b:0.5", tmp_path / "other")
     assert not (tmp_path / "other").exists()
     prepare(tmp_path / "b.jsonl", tmp_path / "c", tokenizer=f"from:{tmp_path}/a")
     assert Dataset.open(tmp_path / "c").tokenizer.digest == Dataset.open(tmp_path / "a").tokenizer.digest
@@ -126,12 +126,12 @@ def test_a_mixture_of_mixtures_is_refused_with_the_weights_of_the_sources(
 ) -> None:
     texts(tmp_path)
     a, b = tmp_path / "a.txt", tmp_path / "b.jsonl"
-    prepare_mixture(f"{a}:3,{b}:1", tmp_path / "inner")
+    prepare(f"{a}:3,{b}:1", tmp_path / "inner")
     with pytest.raises(UsageError, match="inner: is a mixture itself") as caught:
-        prepare_mixture(f"{tmp_path}/inner:2,{a}:1", tmp_path / "outer")
+        prepare(f"{tmp_path}/inner:2,{a}:1", tmp_path / "outer")
     assert caught.value.remedy == f"mix its sources: {a}:2.5,{b}:0.5"
     assert not (tmp_path / "outer").exists()
-    assert Dataset.open(prepare_mixture(caught.value.remedy.partition(": ")[2], tmp_path / "outer").path).mixture
+    assert Dataset.open(prepare(caught.value.remedy.partition(": ")[2], tmp_path / "outer").path).mixture
     assert "validation tokens that are left out, to keep the weights: " in capsys.readouterr().err
 
 
@@ -175,12 +175,12 @@ def test_malformed_mixtures_short_sources_and_techniques_that_sort_documents_are
         ("a:1e308,b:1e308", "the weight of a is 1e.308 of inf"),
     ):
         with case(spec), pytest.raises(UsageError, match=message):
-            prepare_mixture(spec, tmp_path / "data")
+            prepare(spec, tmp_path / "data")
     texts(tmp_path)
     (tmp_path / "short.txt").write_text("a b c d e " * 3)
-    made = prepare_mixture(f"{tmp_path}/a.txt:1,{tmp_path}/short.txt:1", tmp_path / "data", validation=0.5)
+    made = prepare(f"{tmp_path}/a.txt:1,{tmp_path}/short.txt:1", tmp_path / "data", validation=0.5)
     with pytest.raises(UsageError, match=r"part 2 of the mixture has 15 tokens"):
         train_run(TINY, tmp_path / "run", made.path)
-    made = prepare_mixture(f"{tmp_path}/b.jsonl:1,{tmp_path}/a.txt:1", tmp_path / "sorted")
+    made = prepare(f"{tmp_path}/b.jsonl:1,{tmp_path}/a.txt:1", tmp_path / "sorted")
     with pytest.raises((UsageError, UnsupportedError), match="the data is a mixture"):
         train_run(TINY.changed({"techniques.length-curriculum": "on"}), tmp_path / "run", made.path)

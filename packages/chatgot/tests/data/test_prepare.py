@@ -128,7 +128,7 @@ def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "".join(texts(tmp_path / "data")) == TEXT
     assert prepared.description["source"]["kind"] == "stdin"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
-    monkeypatch.setattr(corpus_module.tempfile, "TemporaryFile", lambda buffering: Full())
+    monkeypatch.setattr(corpus_module.tempfile, "TemporaryFile", Full)
     with pytest.raises(StoreError, match="cannot copy standard input to a temporary file: No space left"):
         prepare("-", tmp_path / "other")
     assert names(tmp_path) == ["data"]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from chatgot.config.config import Config
 from chatgot.config.recipes import get_recipe
-from chatgot.data.prepare import prepare, prepare_mixture
+from chatgot.data.prepare import prepare
 from chatgot.model.config import ModelConfig
 
 SMALL: dict[str, object] = {"loop.steps": 12, "loop.batch_size": 5, "loop.threads": 1, "schedule.warmup_steps": 2}
@@ -94,5 +94,5 @@ def prepare_data(folder: Path) -> dict[str, Path]:
     return {
         "text": prepare(folder / "text.txt", folder / "text", tokenizer="char").path,
         "talk": prepare(folder / "talk.jsonl", folder / "talk", tokenizer="byte").path,
-        "mixture": prepare_mixture(mixture, folder / "mixture", tokenizer="byte").path,
+        "mixture": prepare(mixture, folder / "mixture", tokenizer="byte").path,
     }

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from chatgot.data.corpus import DEFAULT_FIELD
 from chatgot.data.dataset import SPLITS, Dataset
-from chatgot.data.prepare import prepare_mixture
+from chatgot.data.prepare import prepare as write_data
 from tensorkeep.ext import counted, format_bytes
 from tensorkeep.ext.cli import DEFAULT, Output, Switch, Table, print_lines
 
@@ -43,7 +43,7 @@ class TextOptions:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class PrepareOptions(TextOptions):
-    """The options of ``data prepare``, with the names of `prepare_mixture`.
+    """The options of ``data prepare``, with the names of `chatgot.data.prepare.prepare`.
 
     Attributes
     ----------
@@ -101,7 +101,7 @@ def prepare(
     # None lets the first line decide; the flag cannot say no.
     given = vars(options) | {"conversations": options.conversations or None}
     with output.meter(f"preparing {source}") as progress:
-        made = prepare_mixture(source, out, progress=progress, **given)
+        made = write_data(source, out, progress=progress, **given)
     # In the document as well, so that scripts show the same command.
     following = f"tensorkeep train shakespeare-char-cpu --data {shlex.quote(str(out))}"
     output.show(

@@ -10,10 +10,8 @@ The template is ``<|system|>Be brief.<|end|><|user|>Hello!<|end|><|assistant|>Hi
 name in ``<|...|>`` is one token of `ChatTokenizer`, and nothing is added to the text.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -26,20 +24,14 @@ from chatgot.data.corpus import (
     WEIGHTS,
     Corpus,
     CorpusReader,
-    SplitRule,
+    Document,
     TextFile,
     contradicts_training,
     shortened,
 )
-from chatgot.data.dataset import CONVERSATIONS, DataManifest
-from chatgot.data.encoding import TextPiece, layout_of, origin_of, write_tokens
-from chatgot.data.tokenizers.base import Tokenizer, TokenizerFactory
-from chatgot.data.tokenizers.chat import ChatTokenizer
-from tensorkeep.errors import StoreError, UsageError
+from tensorkeep.errors import UsageError
 from tensorkeep.ext import prepared
-from tensorkeep.ext.storage import Meter, Progress
-
-logger = logging.getLogger(__name__)
+from tensorkeep.ext.storage import Meter
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -63,7 +55,6 @@ _REFUSED = frozenset((
 
 # Names of fields that are counted; a hostile file has any number.
 _MOST_UNUSED = 100
-_MOST_NAMED = 5
 
 
 def _unused_fields(fields: dict[str, Any], trained: bool) -> Iterator[str]:
@@ -100,22 +91,21 @@ class ConversationReader(CorpusReader):
     """One pass over the conversations of a source; ``unused`` counts the fields that are not used, by name."""
 
     def __init__(self, source: Corpus, meter: Meter) -> None:
+        if any(file.records != "jsonl" for file in source.files):
+            remedy = "give a .jsonl file with one on each line"
+            raise UsageError("has no conversations", path=source.spec, remedy=remedy)
         super().__init__(source, meter)
         self.unused: Counter[str] = Counter()
 
-    def conversations(self) -> Iterator[tuple[str, Conversation]]:
-        """Yield names and messages; UsageError, with file and line, if a line is not a conversation with an answer."""
-        for document in self.documents():
-            if text := "".join(document.texts):
-                yield document.name, msgspec.json.decode(text, type=prepared(Conversation))
-
-    def _record_text(self, line: bytes, begin: int, number: int, file: TextFile) -> str:
+    def _line(self, line: bytes, begin: int, number: int, file: TextFile) -> Document:
+        """Return the conversation on a line; UsageError, with file and line, if it has no answer."""
+        name = f"{file.name}:{number}"
         if not line.strip():
-            return ""
+            return Document(name, iter(()))
         remedy = f"each line must be {CONVERSATION}, role user, system or assistant"
         try:
             given = msgspec.json.decode(line)
-            found = msgspec.convert(given, prepared(Conversation))
+            messages = msgspec.convert(given, prepared(Conversation)).messages
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(
                 f"line {number:,} is not a conversation ({error})", path=file.path, remedy=remedy
@@ -132,70 +122,14 @@ class ConversationReader(CorpusReader):
                 remedy="remove the field if that is right; else leave the conversation out, or cut it before there",
             ) from error
         self.unused.update(name for name in unused if name in self.unused or len(self.unused) < _MOST_UNUSED)
-        if not any(message.role == "assistant" and message.content for message in found.messages):
+        if not any(message.role == "assistant" and message.content for message in messages):
             raise UsageError(
                 f"line {number:,} is a conversation without an answer of the assistant",
                 path=file.path,
                 remedy="leave it out: only answers are trained",
             )
-        if any("\0" in message.content for message in found.messages):
+        contents = [message.content for message in messages]
+        if any("\0" in content for content in contents):
             raise UsageError(f"line {number:,} has a message with NUL", path=file.path, remedy="leave it out")
-        text = msgspec.json.encode(found).decode()
-        # `_record_document` counts the characters of the JSON; the characters of the messages count.
-        self.characters += sum(len(message.content) for message in found.messages) - len(text)
-        return text
-
-
-def write_conversations(
-    source: Corpus,
-    folder: Path,
-    learn: TokenizerFactory,
-    rule: SplitRule,
-    processes: int | None,
-    progress: Progress | None,
-) -> tuple[DataManifest, Tokenizer]:
-    """Make a tokenizer for the messages of a corpus, write their tokens, and return the manifest and the tokenizer.
-
-    Raises UsageError if a line is not a conversation, or a split stays empty; StoreError if the source changes.
-    """
-    if any(file.records != "jsonl" for file in source.files):
-        raise UsageError("has no conversations", path=source.spec, remedy="give a .jsonl file with one on each line")
-    meter = Meter((1 + learn.reads) * source.nbytes, progress)
-    first = ConversationReader(source, meter)
-    texts = (iter([message.content for message in found.messages]) for _, found in first.conversations())
-    tokenizer = ChatTokenizer.of(learn(texts if learn.reads else iter(()), False))
-    second = ConversationReader(source, meter)
-    pieces = _pieces(second, tokenizer, rule)
-    splits = write_tokens(second, folder, tokenizer, pieces, processes)
-    # The tokenizer has learned from the first pass, and the tokens are from the second.
-    if learn.reads and second.digest() != first.digest():
-        raise StoreError("changed while it was read", path=source.spec, remedy="prepare it when it is not written to")
-    _check_counts(source, {split: found.documents or 0 for split, found in splits.items()})
-    _report_unused(source, second.unused)
-    return layout_of(origin_of(second, splits, CONVERSATIONS), tokenizer, splits, rule), tokenizer
-
-
-def _pieces(reader: ConversationReader, tokenizer: ChatTokenizer, rule: SplitRule) -> Iterator[TextPiece]:
-    for name, found in reader.conversations():
-        split = rule.of_document(name)
-        for number, message in enumerate(found.messages, 1):
-            ends = number == len(found.messages)
-            yield TextPiece(split, message.content, ends, (tokenizer.begin[message.role],), (tokenizer.end,))
-
-
-def _report_unused(source: Corpus, unused: Counter[str]) -> None:
-    if unused:
-        named = [f"{name!r} ({count:,})" for name, count in unused.most_common(_MOST_NAMED)]
-        named += [f"{len(unused) - _MOST_NAMED} more"] if len(unused) > _MOST_NAMED else []
-        logger.warning("%s: fields of conversations that are not used: %s", source.spec, ", ".join(named))
-
-
-def _check_counts(source: Corpus, counts: dict[str, int]) -> None:
-    empty = next((split for split, count in counts.items() if not count), None)
-    if empty is not None:
-        raise UsageError(
-            f"none of its {sum(counts.values()):,} conversations is for {empty}: a hash of the line's number and the "
-            "seed decides",
-            path=source.spec,
-            remedy="give another fraction or seed, or more conversations",
-        )
+        self.characters += sum(map(len, contents))
+        return Document(name, iter(contents), tuple(message.role for message in messages))

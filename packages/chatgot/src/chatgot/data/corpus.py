@@ -4,17 +4,17 @@ import codecs
 import glob
 import os
 import shlex
+import shutil
 import stat
 import sys
 import sysconfig
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal, Self
+from typing import IO, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import xxhash
@@ -59,7 +59,6 @@ _RECORDS: dict[str, Literal["jsonl", "parquet", "arrow"]] = {
 }
 DEFAULT_FIELD = "text"
 _MAGIC = frozenset("*?[")
-_COPIED_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +206,9 @@ def _check_encoding(encoding: str) -> None:
 def _copy_stdin(stack: ExitStack) -> IO[bytes]:
     with store_errors(tempfile.gettempdir(), "copy standard input to a temporary file"):
         # A copy, because standard input is read twice, and needs no name.
-        copy = stack.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115  # the stack closes it
-        while chunk := sys.stdin.buffer.read(_COPIED_AT_ONCE):
-            view = memoryview(chunk)
-            # An unbuffered file may write less than it was given.
-            while view:
-                view = view[copy.write(view) :]
+        copy = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  # the stack closes it
+        shutil.copyfileobj(sys.stdin.buffer, copy)
+        copy.flush()
     return copy
 
 
@@ -313,64 +309,52 @@ _READ_AT_ONCE = 1 << 20
 _OPTION = "--field NAME (tensorkeep train: --data.field NAME)"
 
 
-class TextColumn:
-    """The column of a file that holds texts: ``batches`` yields Arrow arrays, ``done`` the bytes of rows."""
+@contextmanager
+def open_table(file: TextFile, column: str) -> Iterator[tuple[list[str], Iterator[tuple[str, int]]]]:
+    """Open a table: yield the names of its columns, and the texts of one column, each with the bytes done so far.
 
-    def __init__(self, file: TextFile, columns: list[str], batches: Iterator[Any], done: Callable[[int], int]) -> None:
-        self.columns = columns
-        self.done = done
-        self._file = file
-        self._batches = batches
+    Raises MissingExtraError without pyarrow; UsageError if the file is damaged, has no such column, or has a row
+    without a text in UTF-8.
+    """
+    arrow = _library("pyarrow")
+    with ExitStack() as stack:
+        batches: Iterator[Any]
+        done: Callable[[int], int]
+        with _table_errors(file):
+            if file.records == "parquet":
+                library = _library("pyarrow.parquet")
+                table = stack.enter_context(library.ParquetFile(file.path, buffer_size=_READ_AT_ONCE, pre_buffer=False))
+                rows, schema = max(1, table.metadata.num_rows), table.schema_arrow
+                batches = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[column], use_threads=False)
+                done = lambda number: file.nbytes * number // rows  # noqa: E731
+            else:
+                stream = stack.enter_context(arrow.OSFile(str(file.path)))
+                batches = arrow.ipc.open_stream(stream)
+                schema = batches.schema  # type: ignore[attr-defined]
+                done = lambda number: min(stream.tell(), file.nbytes)  # noqa: E731
+        _check_column(file, column, schema, arrow.types)
+        yield schema.names, ((text, done(number)) for number, text in enumerate(_texts(file, batches, column), 1))
 
-    @classmethod
-    @contextmanager
-    def open(cls, file: TextFile, column: str) -> Iterator[Self]:
-        """Raises MissingExtraError without pyarrow; UsageError if the file is damaged, or lacks such a column."""
-        arrow = _library("pyarrow")
-        if file.records == "parquet":
-            with _errors(file):
-                table = _library("pyarrow.parquet").ParquetFile(file.path, buffer_size=_READ_AT_ONCE, pre_buffer=False)
-            with table:
-                _check_column(file, column, table.schema_arrow, arrow.types)
-                rows = max(1, table.metadata.num_rows)
-                parts = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[column], use_threads=False)
-                names, values = table.schema_arrow.names, (part.column(0) for part in parts)
-                yield cls(file, names, values, lambda number: file.nbytes * number // rows)
+
+def _texts(file: TextFile, batches: Iterator[Any], column: str) -> Iterator[str]:
+    number = 0
+    while True:
+        with _table_errors(file):
+            batch = next(batches, None)
+        if batch is None:
             return
-        with _errors(file):
-            stream = arrow.OSFile(str(file.path))
-        with stream:
-            with _errors(file):
-                reader = arrow.ipc.open_stream(stream)
-            _check_column(file, column, reader.schema, arrow.types)
-            values = (part.column(column) for part in reader)
-            yield cls(file, reader.schema.names, values, lambda number: min(stream.tell(), file.nbytes))
-
-    def texts(self) -> Iterator[str]:
-        """Yield the texts; UsageError if a row has none or is not UTF-8, StoreError if the system refuses."""
-        number = 0
-        while True:
-            with _errors(self._file):
-                part = next(self._batches, None)
-            if part is None:
-                return
-            for begin in range(0, len(part), _ROWS_AT_ONCE):
-                for value in part.slice(begin, _ROWS_AT_ONCE):
-                    number += 1
-                    yield self._text(value.as_py, number)
-
-    def _text(self, read: Callable[[], str | None], number: int) -> str:
-        try:
-            text = read()
-        except UnicodeDecodeError as error:
-            raise UsageError(
-                f"row {number:,} is not utf-8 ({error.reason})",
-                path=self._file.path,
-                remedy="write the column in UTF-8, or leave such rows out",
-            ) from error
-        if text is None:
-            raise UsageError(f"row {number:,} has no text (null)", path=self._file.path, remedy="leave such rows out")
-        return text
+        values = batch.column(column)
+        for begin in range(0, len(values), _ROWS_AT_ONCE):
+            for value in values.slice(begin, _ROWS_AT_ONCE):
+                number += 1
+                try:
+                    text = value.as_py()
+                    reason = "has no text (null)" if text is None else None
+                except UnicodeDecodeError as error:
+                    reason = f"is not utf-8 ({error.reason})"
+                if reason is not None:
+                    raise UsageError(f"row {number:,} {reason}", path=file.path, remedy="leave such rows out")
+                yield text
 
 
 def _check_column(file: TextFile, column: str, schema: Any, types: Any) -> None:
@@ -391,7 +375,7 @@ def _check_column(file: TextFile, column: str, schema: Any, types: Any) -> None:
 
 
 @contextmanager
-def _errors(file: TextFile) -> Iterator[None]:
+def _table_errors(file: TextFile) -> Iterator[None]:
     arrow = _library("pyarrow")
     try:
         yield
@@ -430,6 +414,7 @@ LONGEST_RECORD = 1 << 26
 WEIGHTS = ("weight", "loss_weight", "loss_scale", "loss", "loss_mask", "train", "trainable", "train_detail")
 # Fields that state what is not trained.
 MASKS = ("mask", "masked")
+_MOST_NAMED = 5
 # Characters of a value in an error.
 _MOST_SHOWN = 60
 
@@ -437,6 +422,11 @@ _MOST_SHOWN = 60
 def contradicts_training(name: str, value: object, trained: bool) -> bool:
     """Return whether a field states that something is trained otherwise: not at all, or with another weight."""
     return (name in WEIGHTS and value not in (None, trained)) or (name in MASKS and value not in (None, not trained))
+
+
+def listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join([*names[:_MOST_NAMED], *([f"{more} more"] if more > 0 else [])])
 
 
 def shortened(value: object) -> str:
@@ -447,13 +437,14 @@ def shortened(value: object) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+class Document(NamedTuple):
     """One document, or the whole text of a corpus without documents. Consume its texts before the next document."""
 
     # Of the file, with the number of the line or row if the file holds several documents.
     name: str
     texts: Iterator[str]
+    # Of the texts, if they are the messages of a conversation.
+    roles: tuple[str, ...] = ()
 
 
 class CorpusReader:
@@ -530,38 +521,37 @@ class CorpusReader:
                 raise _binary(f"byte {begin + place:,}", file)
             # Some programs mark UTF-8 at the start of a file; the mark is not part of the JSON.
             mark = len(UTF8_MARK) if number == 1 and line.startswith(UTF8_MARK) else 0
-            text = self._record_text(line[mark:], begin + mark, number, file)
-            yield self._record_document(text, f"line {number:,}", number, file)
+            yield self._line(line[mark:], begin + mark, number, file)
             begin += len(line)
 
     def _rows(self, file: TextFile) -> Iterator[Document]:
-        number = reported = 0
-        with TextColumn.open(file, self.source.field) as table:
-            for text in table.texts():
-                number += 1
+        reported = 0
+        with open_table(file, self.source.field) as (_, texts):
+            for number, (text, done) in enumerate(texts, 1):
                 self._hasher.update(text.encode() + b"\0")
-                yield self._record_document(text, f"row {number:,}", number, file)
-                done = table.done(number)
+                yield self._document(text, f"row {number:,}", number, file)
                 self._count(done - reported)
                 reported = done
         self._count(file.nbytes - reported)
 
-    def _record_document(self, text: str, place: str, number: int, file: TextFile) -> Document:
+    def _document(self, text: str, place: str, number: int, file: TextFile) -> Document:
         if "\0" in text:
             raise _binary(f"a character of {place}", file)
         self.characters += len(text)
         return Document(f"{file.name}:{number}", (text[at : at + PIECE] for at in range(0, len(text), PIECE)))
 
-    def _record_text(self, line: bytes, begin: int, number: int, file: TextFile) -> str:
-        """Return the text of one line of JSON; an empty text if the line is blank."""
+    def _line(self, line: bytes, begin: int, number: int, file: TextFile) -> Document:
+        """Return the document on a line of JSON, which has no text if the line is blank."""
         try:
             decoded = line.decode()
         except UnicodeDecodeError as error:
             raise _undecodable(error, begin + len(line), file, "utf-8") from error
-        if not decoded.strip():
-            return ""
+        text = self._text_of(decoded, number, file) if decoded.strip() else ""
+        return self._document(text, f"line {number:,}", number, file)
+
+    def _text_of(self, line: str, number: int, file: TextFile) -> str:
         try:
-            record: Any = self._decoder.decode(decoded)
+            record: Any = self._decoder.decode(line)
         except (msgspec.DecodeError, RecursionError) as error:
             remedy = (
                 f'each line must be an object such as {{"{self.source.field}": "..."}}; {_FIELD_OPTION}; a '
@@ -619,32 +609,6 @@ class SplitRule:
     def train_characters(self, characters: int) -> int:
         # As nanoGPT counts: ``data[: int(n * 0.9)]``.
         return int(characters * (1 - self.validation))
-
-    def split(self, reading: CorpusReader, characters: int) -> Iterator[tuple[str, Iterator[str]]]:
-        """Yield (split, texts) for each document, or both ends of a stream; consume the texts before the next pair."""
-        for document in reading.documents():
-            if reading.source.has_documents:
-                yield self.of_document(document.name), document.texts
-            else:
-                yield from _cut(document.texts, self.train_characters(characters))
-
-
-def _cut(texts: Iterator[str], characters: int) -> Iterator[tuple[str, Iterator[str]]]:
-    rest: list[str] = []
-
-    def first() -> Iterator[str]:
-        left = characters
-        for text in texts:
-            if len(text) >= left:
-                rest.append(text[left:])
-                yield text[:left]
-                return
-            left -= len(text)
-            yield text
-
-    yield TRAIN, first()
-    # The first text has filled `rest` by now, because it is consumed before.
-    yield VALIDATION, chain(rest, texts)
 
 
 def _undecodable(error: UnicodeError, end: int, file: TextFile, encoding: str) -> UsageError:

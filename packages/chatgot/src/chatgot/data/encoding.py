@@ -1,4 +1,4 @@
-"""Encoding of a corpus: pieces of text become tokens, in order, in this process or in several, and token files."""
+"""Encoding of text: pieces become tokens, in order, in this process or in several."""
 
 import os
 import queue
@@ -7,35 +7,20 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from chatgot.data.corpus import CorpusReader, SplitRule
-from chatgot.data.dataset import (
-    FORMAT,
-    MIXTURE_VERSION,
-    SPLITS,
-    VERSION,
-    CorpusRecord,
-    DataManifest,
-    MixturePart,
-    Split,
-    file_name,
-)
 from chatgot.data.tokenizers.base import Tokenizer, Tokens
 from chatgot.data.tokenizers.registry import tokenizer_from_dict
-from tensorkeep import __version__
 from tensorkeep.errors import OutOfMemoryError, StoreError, TensorkeepError, UsageError
-from tensorkeep.ext import Closing, machine
-from tensorkeep.ext.formats import checksummed_json
-from tensorkeep.ext.storage import DirectFile, store_errors
+from tensorkeep.ext import machine
+from tensorkeep.ext.storage import store_errors
 
 _WORKER = "chatgot.data.encoding"
 # Bytes of a corpus that is tokenized before other processes have started and shared the work.
@@ -130,6 +115,7 @@ class _Worker:
         # A socket pair needs one descriptor for both directions.
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
+        import_path = os.pathsep.join(map(os.path.abspath, sys.path))
         with theirs, store_errors(sys.executable, "start a process that tokenizes"):
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", _WORKER, str(theirs.fileno())],
@@ -137,7 +123,7 @@ class _Worker:
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 # One thread each: there are as many processes as processors.
-                env=os.environ | {"PYTHONPATH": _import_path(), "TOKENIZERS_PARALLELISM": "false"},
+                env=os.environ | {"PYTHONPATH": import_path, "TOKENIZERS_PARALLELISM": "false"},
                 # Ctrl-C interrupts this process only, which then closes the connections.
                 process_group=0,
             )
@@ -167,16 +153,13 @@ class _Worker:
 
     def _ended(self) -> TensorkeepError:
         status = self._status()
-        if status is None:
-            return StoreError("a process that tokenizes hung", remedy="see its last output, or use one process")
         # The kernel kills a process with SIGKILL if memory runs out.
         if status == -signal.SIGKILL:
             return OutOfMemoryError(
                 "a process that tokenizes was killed, probably because memory ran out", remedy="use fewer processes"
             )
-        return StoreError(
-            f"a process that tokenizes ended with status {status}", remedy="see its last output, or use one process"
-        )
+        end = "hung" if status is None else f"ended with status {status}"
+        return StoreError(f"a process that tokenizes {end}", remedy="see its last output, or use one process")
 
     def close(self) -> None:
         self._connection.close()
@@ -190,10 +173,6 @@ class _Worker:
             self._process.kill()
             self._process.wait()
             return None
-
-
-def _import_path() -> str:
-    return os.pathsep.join(map(os.path.abspath, sys.path))
 
 
 def main(descriptor: int) -> None:
@@ -214,134 +193,6 @@ def main(descriptor: int) -> None:
                 continue
             connection.send_bytes(np.array([len(each) for each in tokens], np.int64))
             connection.send_bytes(np.concatenate(tokens))
-
-
-_WRITTEN_AT_ONCE = 1 << 20
-
-
-def write_tokens(
-    reader: CorpusReader, folder: Path, tokenizer: Tokenizer, pieces: Iterator[TextPiece], processes: int | None
-) -> dict[str, Split]:
-    """Encode the pieces of a corpus, write the tokens of its splits, and return what was written."""
-    has_documents, ending = reader.source.has_documents, tokenizer.end_of_document
-    documents, begins = dict.fromkeys(SPLITS, 0), True
-    found = encoded(tokenizer, pieces, processes or default_processes(tokenizer, reader.source.nbytes))
-    with token_files(folder, tokenizer) as files, closing(found):
-        for piece, tokens in found:
-            before = [*(tokenizer.opening if begins else []), *piece.before]
-            after = [*piece.after, *([ending] if piece.ends_document and ending is not None else [])]
-            for each in (before, tokens, after):
-                if len(each):
-                    files[piece.split].add(np.asarray(each, tokenizer.dtype))
-            begins = piece.ends_document
-            documents[piece.split] += piece.ends_document
-        return splits_of(files, documents if has_documents else dict.fromkeys(SPLITS))
-
-
-def pieces_of(reading: CorpusReader, tokenizer: Tokenizer, rule: SplitRule, characters: int) -> Iterator[TextPiece]:
-    """Yield all text of a corpus but empty documents, in pieces that the tokenizer may encode by themselves."""
-    for split, texts in rule.split(reading, characters):
-        # One text behind: only the last one ends the document.
-        before = None
-        for text in filter(None, tokenizer.pieces(texts)):
-            if before is not None:
-                yield TextPiece(split, before, False)
-            before = text
-        if before is not None:
-            yield TextPiece(split, before, reading.source.has_documents)
-
-
-class TokenFile(Closing):
-    """Appends tokens to a new file and computes their checksum; a context manager that closes the file."""
-
-    def __init__(self, path: Path, dtype: np.dtype[np.unsignedinteger]) -> None:
-        self.tokens = 0
-        self._dtype = dtype
-        self._file = DirectFile(path, direct=False)
-        self._hasher = checksummed_json.new_hasher(wide=False)
-        self._waiting: list[Tokens] = []
-        self._waiting_bytes = 0
-        self._written = 0
-
-    def add(self, tokens: Tokens) -> None:
-        self._waiting.append(tokens)
-        self._waiting_bytes += tokens.nbytes
-        self.tokens += len(tokens)
-        # Many documents are short: one write for several.
-        if self._waiting_bytes >= _WRITTEN_AT_ONCE:
-            self._write()
-
-    def _write(self) -> None:
-        if self._waiting:
-            content = np.concatenate(self._waiting, dtype=self._dtype).view(np.uint8)
-            self._hasher.update(content)
-            self._file.write(self._written, content)
-            self._written += content.nbytes
-            self._waiting, self._waiting_bytes = [], 0
-
-    def finish(self) -> str:
-        """Make the file durable, close it, and return the xxh3-64 of its bytes as 16 hexadecimal digits."""
-        self._write()
-        self._file.finish(self._written)
-        return str(self._hasher.hexdigest())
-
-    def close(self) -> None:
-        self._file.close()
-
-
-@contextmanager
-def token_files(folder: Path, tokenizer: Tokenizer) -> Iterator[dict[str, TokenFile]]:
-    with ExitStack() as stack:
-        yield {split: stack.enter_context(TokenFile(folder / file_name(split), tokenizer.dtype)) for split in SPLITS}
-
-
-def origin_of(reading: CorpusReader, splits: dict[str, Split], kind: str | None = None) -> CorpusRecord:
-    source = reading.source
-    return CorpusRecord(
-        spec=recorded_path(source.spec),
-        kind=kind or source.kind,
-        encoding=source.encoding,
-        files=len(source.files),
-        bytes=reading.nbytes,
-        characters=reading.characters,
-        documents=sum(each.documents or 0 for each in splits.values()) if source.has_documents else None,
-        xxh3_64=reading.digest(),
-    )
-
-
-def splits_of(files: dict[str, TokenFile], documents: Mapping[str, int | None]) -> dict[str, Split]:
-    """Make the token files of the splits durable, and return their records."""
-    return {
-        split: Split(tokens=file.tokens, documents=documents[split], xxh3_64=file.finish())
-        for split, file in files.items()
-    }
-
-
-def recorded_path(path: str) -> str:
-    # JSON must be valid text, and the name of a file need not be.
-    return os.fsencode(path).decode(errors="backslashreplace")
-
-
-def layout_of(
-    origin: CorpusRecord,
-    tokenizer: Tokenizer,
-    splits: dict[str, Split],
-    rule: SplitRule,
-    mixture: Sequence[MixturePart] | None = None,
-) -> DataManifest:
-    return DataManifest(
-        format=FORMAT,
-        version=VERSION if mixture is None else MIXTURE_VERSION,
-        tensorkeep=__version__,
-        source=origin,
-        tokenizer=tokenizer.as_dict(),
-        vocab_size=tokenizer.vocab_size,
-        dtype=tokenizer.dtype.name,
-        validation=rule.validation,
-        seed=rule.seed,
-        splits=splits,
-        mixture=None if mixture is None else [*mixture],
-    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import msgspec
 from chatgot.config.config import TECHNIQUES, Config
 from chatgot.data.batches import LARGEST_TOKENS, EvaluationWindows, check_window
 from chatgot.data.dataset import TRAIN, Dataset, FileStatus
-from chatgot.data.prepare import absolute_source, is_prepared, prepare_mixture
+from chatgot.data.prepare import absolute_source, is_prepared, prepare
 from chatgot.data.sft_batches import windows_of
 from chatgot.run.folder import RunFolder
 from chatgot.run.resume import BranchPoint
@@ -124,7 +124,7 @@ def check_preparation(config: Config, given: Collection[str], before: Config, pa
 
 def _prepared(config: Config, folder: RunFolder, meter: ShowProgress, *, overwrite: bool) -> Path:
     with meter(f"preparing {config.data.source}") as progress:
-        return prepare_mixture(
+        return prepare(
             config.data.source,
             folder.data,
             tokenizer=config.data.tokenizer,
