@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tensorkeep.ext import number
-from tensorkeep.ext.pages import SIZE, Axis, Box, Canvas, Line, Point, Text, gain_colour, needs_log, text_width
+from tensorkeep.ext.pages import Axis, Box, Canvas, Line, Point, Text, gain_colour, needs_log, text_width
 from tensorkeep_bench.report.measures import compared_arms, compared_measures, scale_of, subject_and_machine
 from tensorkeep_bench.report.tables import why_not_run
 from tensorkeep_bench.results import Arm, Effect, Interaction, Measure, Results, StackStep
@@ -29,8 +28,7 @@ _T = TypeVar("_T", StackStep, Effect, Interaction)
 Draw = Callable[[Results], Canvas]
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
+class Plot(NamedTuple):
     name: str
     title: str
     canvas: Canvas
@@ -47,7 +45,7 @@ def wanted(results: Results) -> Iterator[tuple[str, str, Draw]]:
     chosen = compared_measures(results)
     few = len(compared_arms(results)) <= _FEW
     if chosen.named() and few:
-        yield "three-way", chosen.title, three_way
+        yield "three-way", chosen.title, three_panels
     if chosen.named() and not few:
         yield "comparison", f"{chosen.title}, and the gain", four_panels
         if results.baseline is not None:
@@ -184,7 +182,7 @@ _BAR_NOTE = "Bar or dot: mean; whisker: ± 1 standard deviation; circle: one run
 DrawPanel = Callable[[Panel, Results, list[Arm]], None]
 
 
-def three_way(results: Results) -> Canvas:
+def three_panels(results: Results) -> Canvas:
     return _bar_figure(results, [[_amounts(measure) for measure in compared_measures(results).named().values()]])
 
 
@@ -343,6 +341,15 @@ _UNSETTLED = ("diamond", "neutral", "paper")
 _GAIN_SPACE = 48.0
 
 
+class _IntervalRow(NamedTuple):
+    name: str
+    value: float | None  # a gain, or None if it is not known
+    low: float | None
+    high: float | None
+    mark: tuple[str, str, str]
+    missing: str = "unknown"  # what the row shows without a value
+
+
 def arms_with_gains(results: Results) -> list[Arm]:
     arms = [arm for arm in shown_arms(results) if arm.name != results.baseline]
     measures = results.primary()
@@ -353,60 +360,73 @@ def gains(results: Results) -> Canvas:
     arms, measures = arms_with_gains(results), results.primary()[:_MOST_PANELS]
     names = [arm.name for arm in arms]
     canvas = Canvas(WIDTH, _LEGEND + _TITLE + len(arms) * _ROW + _AXIS + 12)
+    cut_off = False
     for place, (measure, (left, right)) in enumerate(
         zip(measures, _columns(_name_width(names), len(measures), _GAIN_SPACE), strict=True)
     ):
         panel = Panel(canvas, measure.label, left, _LEGEND, right, len(arms), _ROW)
         if place == 0:
             panel.names(names)
-        _gain_panel(panel, results, arms, measure)
+        noise = results.summary.noise.get(measure.name)
+        rows = [_arm_row(results, arm.name, measure) for arm in arms]
+        cut_off |= any(end != _within(end) for end in _ends(rows))
+        _draw_intervals(panel, rows, noise.floor if noise and noise.floor > 1 else 1.0)
     words = {"better": _MARKS["helps"], "worse": _MARKS["hurts"], _NO_VERDICT: _UNSETTLED}
     entries = [(*mark, word) for word, mark in words.items()]
     _legend(canvas, [*entries, ("bar", "band", "", "noise: the baseline against itself")])
     baseline = clipped(results.baseline or "", NAME_LENGTH)
     text = f"Gain over {baseline}: right of 1x is better. Log scale; line: 95% interval."
-    if any(end != _within(end) for one in measures for end in _ends(results, arms, one)):
+    if cut_off:
         text += f" Arrow: beyond {NEAR:g}x or {FAR:g}x."
     _footnote(canvas, text + _left_out(results))
     return canvas
 
 
-def _ends(results: Results, arms: list[Arm], measure: Measure) -> list[float]:
-    found = [results.statistics(arm.name, measure.name) for arm in arms]
-    return [value for one in found for value in (one.gain, one.gain_low, one.gain_high) if value and value > 0]
+def _arm_row(results: Results, arm: str, measure: Measure) -> _IntervalRow:
+    one = results.statistics(arm, measure.name)
+    mark = _MARKS.get(one.verdict or "", _UNSETTLED)
+    return _IntervalRow(arm, one.gain, one.gain_low, one.gain_high, mark, _why_missing(results, arm))
+
+
+def _design_row(name: str, value: float | None, low: float | None, high: float | None) -> _IntervalRow:
+    mark = _MARKS["helps" if value and value > 1 else "hurts"] if _settled(low, high) else _UNSETTLED
+    return _IntervalRow(name, value, low, high, mark)
+
+
+def _settled(low: float | None, high: float | None) -> bool | None:
+    return None if low is None or high is None else not low <= 1 <= high
+
+
+def _ends(rows: Sequence[_IntervalRow]) -> list[float]:
+    return [end for row in rows for end in (row.value, row.low, row.high) if end and end > 0]
 
 
 def _within(value: float) -> float:
     return min(max(value, NEAR), FAR)
 
 
-def _gain_panel(panel: Panel, results: Results, arms: list[Arm], measure: Measure) -> None:
-    noise = results.summary.noise.get(measure.name)
-    ends = _ends(results, arms, measure)
+def _draw_intervals(panel: Panel, rows: Sequence[_IntervalRow], floor: float = 1.0) -> None:
+    """Draw gains on a log axis, above the band of noise, which lies between 1 / ``floor`` and ``floor``."""
+    ends = [*_ends(rows), 1 / floor, floor]
     low, high = _within(min([*ends, 0.9])), _within(max([*ends, 1.12]))
-    # Noise is a band on both sides of 1, below everything else.
-    floor = noise.floor if noise and noise.floor > 1 else 1.0
-    low, high = min(low, _within(1 / floor)), max(high, _within(floor))
     margin = (high / low) ** 0.05
-    # The same axis as the panel gets below; the band must lie under its grid.
-    band = Axis(low / margin, high * margin, panel.left, panel.right, log=True)
     if floor > 1:
+        # The same axis as the panel gets below; the band must lie under its grid.
+        band = Axis(low / margin, high * margin, panel.left, panel.right, log=True)
         left, right = band.at(1 / floor), band.at(floor)
         panel.canvas.add(Box(left, panel.top, right - left, panel.bottom - panel.top, "band"))
     panel.set_axis(low / margin, high * margin, log=True, suffix="x")
     panel.rule(1)
-    for row, arm in enumerate(arms):
-        one = results.statistics(arm.name, measure.name)
-        if one.gain and one.gain > 0:
-            _draw_gain(panel, row, one.gain, one.gain_low, one.gain_high, _MARKS.get(one.verdict or "", _UNSETTLED))
+    for place, row in enumerate(rows):
+        # A gain of 0 has no place on a log axis.
+        if row.value is not None and row.value > 0:
+            _draw_gain(panel, panel.y(place), row.value, row)
         else:
-            panel.missing(_why_missing(results, arm.name), row)
+            panel.missing(row.missing, place)
 
 
-def _draw_gain(
-    panel: Panel, row: float, value: float, low: float | None, high: float | None, mark: tuple[str, str, str]
-) -> None:
-    axis, y, (shape, colour, fill) = panel.axis, panel.y(row), mark
+def _draw_gain(panel: Panel, y: float, value: float, row: _IntervalRow) -> None:
+    axis, low, high, (shape, colour, fill) = panel.axis, row.low, row.high, row.mark
     if low is not None and high is not None and 0 < low <= high and low < axis.high and high > axis.low:
         panel.canvas.add(Line([(axis.at(low), y), (axis.at(high), y)], colour, 2))
         for end, beyond, arrow in ((low, low < axis.low, "left"), (high, high > axis.high, "right")):
@@ -416,28 +436,6 @@ def _draw_gain(
     shape = "left" if value < axis.low else "right" if value > axis.high else shape
     panel.canvas.mark(shape, axis.at(value), y, colour, fill)
     panel.canvas.add(Text(panel.right + 6, y + 4, gain(value), _SMALL))
-
-
-def _intervals(panel: Panel, rows: Sequence[tuple[str, float | None, float | None, float | None]]) -> None:
-    ends = [value for row in rows for value in row[1:] if value is not None and value > 0]
-    low, high = min([*ends, 0.9]), max([*ends, 1.12])
-    margin = (high / low) ** 0.06
-    panel.set_axis(low / margin, high * margin, log=True, suffix="x")
-    panel.rule(1)
-    panel.names([row[0] for row in rows])
-    for place, (_, value, below, above) in enumerate(rows):
-        # A gain of 0 has no place on a log axis.
-        if value is None or value <= 0:
-            panel.missing("unknown", place)
-            continue
-        settled = _settled(below, above)
-        _draw_gain(
-            panel, place, value, below, above, _UNSETTLED if not settled else _MARKS["helps" if value > 1 else "hurts"]
-        )
-
-
-def _settled(low: float | None, high: float | None) -> bool | None:
-    return None if low is None or high is None else not low <= 1 <= high
 
 
 # Designs
@@ -489,29 +487,23 @@ def _draw_waterfall(panel: Panel, changes: list[str], steps: Mapping[str, StackS
 
 def effects(results: Results) -> Canvas:
     found = results.summary.effects
-    panels = _by_measure(results, found)
     factors = list(dict.fromkeys(name for effect in found for name in effect.factors))[:_MOST_FACTORS]
-    rows_of = {measure.name: [" x ".join(one.factors) for one in rows] for measure, rows in panels}
-    heights = [max(len(rows) * _ROW, len(factors) * 30.0) + _TITLE + _AXIS for _, rows in panels]
-    canvas = Canvas(WIDTH, sum(heights) + 38)
-    top = 0.0
-    for (measure, rows), height in zip(panels, heights, strict=True):
-        names = rows_of[measure.name]
-        middle = WIDTH * 0.56
-        left = Panel(
-            canvas, f"{measure.label}: effects", _name_width(names), top, middle - _GAIN_SPACE, len(rows), _ROW
-        )
-        _intervals(left, [(name, one.gain, one.low, one.high) for name, one in zip(names, rows, strict=True)])
-        start = middle + _name_width(factors)
-        title = f"{measure.label}: factor with factor"
-        right = Panel(canvas, title, start, top, WIDTH - _MARGIN, len(factors), 30)
-        _draw_factor_map(right, rows, factors)
-        top += height
+    middle = WIDTH * 0.56
+
+    def draw(canvas: Canvas, top: float, measure: Measure, effects: list[Effect]) -> None:
+        rows = [_design_row(" x ".join(one.factors), one.gain, one.low, one.high) for one in effects]
+        names = [row.name for row in rows]
+        end = middle - _GAIN_SPACE
+        left = Panel(canvas, f"{measure.label}: effects", _name_width(names), top, end, len(rows), _ROW)
+        left.names(names)
+        _draw_intervals(left, rows)
+        title, start = f"{measure.label}: factor with factor", middle + _name_width(factors)
+        _draw_factor_map(Panel(canvas, title, start, top, WIDTH - _MARGIN, len(factors), 30), effects, factors)
+
     text = (
         "Gain from a factor's first level to its last; pairs: measured over the product of the two. Line: 95% interval."
     )
-    _footnote(canvas, text, _SCALE)
-    return canvas
+    return _stacked(results, found, lambda rows: max(len(rows) * _ROW, len(factors) * 30.0), draw, text, _SCALE)
 
 
 def _draw_factor_map(panel: Panel, rows: list[Effect], factors: list[str]) -> None:
@@ -533,17 +525,30 @@ def _draw_factor_map(panel: Panel, rows: list[Effect], factors: list[str]) -> No
 
 
 def interactions(results: Results) -> Canvas:
-    panels = _by_measure(results, results.summary.interactions)
-    heights = [max(len(rows), 2) * 28 + _TITLE + _AXIS for _, rows in panels]
-    canvas = Canvas(WIDTH, sum(heights) + 20)
-    top = 0.0
-    for (measure, rows), height in zip(panels, heights, strict=True):
-        names = [" + ".join(one.changes) for one in rows]
+    def draw(canvas: Canvas, top: float, measure: Measure, found: list[Interaction]) -> None:
+        rows = [_design_row(" + ".join(one.changes), one.ratio, one.low, one.high) for one in found]
+        names = [row.name for row in rows]
         panel = Panel(canvas, measure.label, _name_width(names), top, WIDTH - _MARGIN - _GAIN_SPACE, len(rows), 28)
-        _intervals(panel, [(name, one.ratio, one.low, one.high) for name, one in zip(names, rows, strict=True)])
-        top += height
+        panel.names(names)
+        _draw_intervals(panel, rows)
+
     text = "Right of 1x: the changes strengthen each other. Left: they weaken each other. Line: 95% interval."
-    _footnote(canvas, text)
+    return _stacked(results, results.summary.interactions, lambda rows: max(len(rows), 2) * 28, draw, text)
+
+
+def _stacked(
+    results: Results,
+    found: Sequence[_T],
+    height_of: Callable[[list[_T]], float],
+    draw: Callable[[Canvas, float, Measure, list[_T]], None],
+    *notes: str,
+) -> Canvas:
+    panels = _by_measure(results, found)
+    heights = [height_of(rows) + _TITLE + _AXIS for _, rows in panels]
+    canvas = Canvas(WIDTH, sum(heights) + 4 + 17 * len(notes))
+    for place, (measure, rows) in enumerate(panels):
+        draw(canvas, sum(heights[:place]), measure, rows)
+    _footnote(canvas, *notes)
     return canvas
 
 
@@ -553,23 +558,16 @@ def _by_measure(results: Results, found: Sequence[_T]) -> list[tuple[Measure, li
     return [(measure, each) for measure, each in rows if each][:_MOST_PANELS]
 
 
-# Trade-offs
+# Trade-offs: a number at each point, and a list that gives the names
 
-_MOST_NAMES = 12  # more names than this would cover the points; then each point has a number, and a list gives its name
 _NEGLIGIBLE = 0.01
 _LEAST_SPAN = 0.01
 # Higher losses than so many times the lowest are drawn there: a range test ends far above all others.
 _HIGHEST_LOSS = 1.1
-_DIRECTIONS = (
-    *((1, 0), (1, 0.8), (1, -0.8), (-1, 0), (-1, 0.8), (-1, -0.8)),
-    *((0, 1), (0, -1), (1, 1.8), (1, -1.8), (-1, 1.8), (-1, -1.8)),
-)
-_DISTANCES = (10, 20, 34, 52, 76, 105, 140, 180)
-Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
+_RADIUS = 8.0
 
 
-@dataclass(frozen=True, slots=True)
-class TradeOff:
+class TradeOff(NamedTuple):
     name: str
     x: float
     y: float
@@ -581,25 +579,24 @@ def trade_offs(results: Results) -> Canvas:
     chosen, arms = compared_measures(results), drawn_arms(results)
     save, others = chosen.save, [measure for measure in (chosen.size, chosen.load) if measure is not None]
     assert save is not None  # `wanted` asks for this figure only then
-    many = len(arms) > _MOST_NAMES
     # The list of names may be longer than the panels.
-    height = max(420.0, len(arms) * 17 + 40) if many else 420.0
+    height = max(420.0, len(arms) * 17 + 40)
     canvas = Canvas(WIDTH, height + 62)
-    key = 60 + max(text_width(clipped(arm.name, NAME_LENGTH), _SMALL) for arm in arms) if many and arms else 0
-    labels = {arm.name: str(place + 1) if many else arm.name for place, arm in enumerate(arms)}
+    names = {arm.name: clipped(arm.name, NAME_LENGTH) for arm in arms}
+    key = 60 + max((text_width(name, _SMALL) for name in names.values()), default=0.0)
+    numbers = {name: str(place) for place, name in enumerate(names, 1)}
     width = (WIDTH - key) / max(1, len(others))
     beyond = False
     for place, measure in enumerate(others):
         points = trade_off_points(results, save, measure)
         beyond |= any(point.beyond for point in points)
         axes = trade_off_axes(points, measure, (place * width + 70, place * width + width - 20), (height, 46))
-        _draw_trade_off(canvas, results, points, labels, axes, (save, measure))
-    if many:
-        canvas.add(Text(WIDTH - key + 20, 14, "arms", bold=True))
-        for place, arm in enumerate(arms):
-            y = 36 + 17 * place
-            canvas.add(Text(WIDTH - key + 36, y, str(place + 1), _SMALL, "faint", "end"))
-            canvas.add(Text(WIDTH - key + 44, y, clipped(arm.name, NAME_LENGTH), _SMALL))
+        _draw_trade_off(canvas, results, points, numbers, axes, (save, measure))
+    canvas.add(Text(WIDTH - key + 20, 14, "arms", bold=True))
+    for place, (name, shown) in enumerate(names.items()):
+        y = 36 + 17 * place
+        canvas.add(Text(WIDTH - key + 36, y, numbers[name], _SMALL, "faint", "end"))
+        canvas.add(Text(WIDTH - key + 44, y, shown, _SMALL))
     better = ""
     if {one.better for one in others} == {"lower"}:
         better = f" Better: down and {'left' if save.better == 'lower' else 'right'}."
@@ -641,28 +638,27 @@ def _better(one: float, other: float, direction: str) -> bool:
 
 
 def trade_off_axes(points: Sequence[TradeOff], up: Measure, across: Point, down: Point) -> tuple[Axis, Axis]:
-    # Most space is on the right, where labels stand.
-    x = _padded_axis([point.x for point in points], across, 2.2, 1.3, from_zero=True)
+    x = _padded_axis([point.x for point in points], across, from_zero=True)
     # An axis of losses does not start at 0: no loss is near it.
-    return x, _padded_axis([point.y for point in points], down, 1.0, 1.12, from_zero=up.unit != "nats")
+    return x, _padded_axis([point.y for point in points], down, from_zero=up.unit != "nats")
 
 
-def _padded_axis(values: list[float], ends: Point, log_space: float, space: float, *, from_zero: bool) -> Axis:
+def _padded_axis(values: list[float], ends: Point, *, from_zero: bool) -> Axis:
     if needs_log(values):
         margin = (max(values) / min(values)) ** 0.1
-        return Axis(min(values) / margin, max(values) * margin**log_space, *ends, log=True)
+        return Axis(min(values) / margin, max(values) * margin, *ends, log=True)
     high = max(values, default=1.0) or 1.0
     low = 0.0 if from_zero else min(values, default=0.0)
     # At least 1% of the values, so that differences without a meaning look small.
     span = max(high - low, _LEAST_SPAN * high)
-    return Axis(low - span * 0.12 * bool(low), low + span * space, *ends)
+    return Axis(low - span * 0.12 * bool(low), low + span * 1.12, *ends)
 
 
 def _draw_trade_off(
     canvas: Canvas,
     results: Results,
     points: Sequence[TradeOff],
-    labels: Mapping[str, str],
+    numbers: Mapping[str, str],
     axes: tuple[Axis, Axis],
     measures: tuple[Measure, Measure],
 ) -> None:
@@ -680,52 +676,13 @@ def _draw_trade_off(
     canvas.add(Text(x.start, 14, f"{measures[0].label} and {measures[1].label}", bold=True))
     canvas.add(Text((x.start + x.end) / 2, y.start + 33, across, _SMALL, "faint", "middle"))
     canvas.add(Text(x.start - 7, y.end - 12, up, _SMALL, "faint"))
-    front = _front_lines([(x.at(point.x), y.at(point.y)) for point in points if point.best])
-    for line in front:
-        canvas.add(Line(line, "good", 1.4))
+    best = sorted((x.at(point.x), y.at(point.y)) for point in points if point.best)
+    # Steps, because no arm lies between two of the best: a slope would promise one.
+    for one, other in pairwise(best):
+        canvas.add(Line([one, (other[0], one[1]), other], "good", 1.4))
     for point in reversed(points):  # the best above the others
         baseline = point.name == results.baseline
         colour = "good" if point.best else "base" if baseline else "neutral"
-        canvas.mark(
-            "square" if baseline else "up" if point.beyond else "circle", x.at(point.x), y.at(point.y), colour, size=4.5
-        )
-    # No label covers a point, another label, or a line of the front.
-    frame = (x.start, y.end, x.end, y.start)
-    taken: list[Rectangle] = [(x.at(p.x) - 6, y.at(p.y) - 6, x.at(p.x) + 6, y.at(p.y) + 6) for p in points]
-    for (left, top), (right, bottom) in front:
-        taken.append((min(left, right) - 2, min(top, bottom) - 2, max(left, right) + 2, max(top, bottom) + 2))
-    for point in points:
-        _place_label(canvas, clipped(labels[point.name], NAME_LENGTH), (x.at(point.x), y.at(point.y)), frame, taken)
-
-
-def _front_lines(points: Sequence[Point]) -> list[tuple[Point, Point]]:
-    lines: list[tuple[Point, Point]] = []
-    for (x, y), (next_x, next_y) in pairwise(sorted(points)):
-        # Steps, because no arm lies between two of the best: a slope would promise one.
-        lines += [((x, y), (next_x, y)), ((next_x, y), (next_x, next_y))]
-    return lines
-
-
-def _place_label(canvas: Canvas, name: str, spot: Point, frame: Rectangle, taken: list[Rectangle]) -> None:
-    wide, (x, y) = text_width(name, _SMALL), spot
-    for distance in _DISTANCES:
-        for across, up in _DIRECTIONS:
-            left = x + across * distance - (wide if across < 0 else wide / 2 if across == 0 else 0)
-            middle = y - up * distance
-            box = (left - 1, middle - SIZE / 2 - 1, left + wide + 1, middle + SIZE / 2 + 1)
-            inside = frame[0] <= box[0] and box[2] <= frame[2] and frame[1] <= box[1] and box[3] <= frame[3]
-            # The nearest place that is free, to the right of the point if possible.
-            if not inside or any(_overlap(box, other) for other in taken):
-                continue
-            # A label that is far from its point gets a line to it.
-            if distance > _DISTANCES[0]:
-                end = left + wide if across < 0 else left + wide / 2 if across == 0 else left
-                canvas.add(Line([spot, (end, middle)], "neutral", 0.7))
-            canvas.add(Text(left, middle + 4, name, _SMALL))
-            # A label that fits nowhere is left out.
-            taken.append(box)
-            return
-
-
-def _overlap(one: Rectangle, other: Rectangle) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+        shape = "square" if baseline else "up" if point.beyond else "circle"
+        canvas.mark(shape, x.at(point.x), y.at(point.y), colour, "paper", _RADIUS)
+        canvas.add(Text(x.at(point.x), y.at(point.y) + 3.5, numbers[point.name], 9, colour, "middle", bold=True))
