@@ -7,9 +7,9 @@ from tensorkeep.checkpoint.verify import VerifyReport
 from tensorkeep.formats.base import Problem
 from tensorkeep_bench.analysis.summary import summarise
 from tensorkeep_bench.demo.faults import BitFlip, DamageReport, KilledSave, PeerDamage
-from tensorkeep_bench.demo.results import DemoResults
 from tensorkeep_bench.demo.speed import TOOLS, SmallRun
 from tensorkeep_bench.demo.training import ComparedRuns
+from tensorkeep_bench.report.demo import DemoResults
 from tensorkeep_bench.results import CellRecord
 
 GB = 10**9
@@ -43,8 +43,8 @@ def demo_results() -> DemoResults:
             PeerDamage("safetensors", "damaged.safetensors", 99, NAME, 0.01, None, "no such tensor"),
         ],
         kills=[
-            KilledSave("torch", 0.3, GB // 2, GB, False, "failed finding central directory"),
-            KilledSave("tensorkeep", 0.2, GB // 2, GB, True, None),
+            KilledSave("torch", 0.3, GB // 2, GB, "failed finding central directory"),
+            KilledSave("tensorkeep", 0.2, GB // 2, GB, None),
         ],
         training=ComparedRuns([4.0, 3.0, 2.0, 1.0], [4.0, 3.0, 2.0, 1.0], 3, 2),
         six_way=replace(six_way, summary=summarise(six_way)),

@@ -8,9 +8,8 @@ import pytest
 
 from report.demo_results import NAME, demo_results
 from tensorkeep.errors import DestinationExistsError
-from tensorkeep_bench.demo.results import facts
 from tensorkeep_bench.demo.training import ComparedRuns
-from tensorkeep_bench.report.demo import demo_page, speed_bars, write_demo_page
+from tensorkeep_bench.report.demo import demo_page, facts, speed_bars, write_demo_page
 
 
 def test_bars_of_a_smaller_run_are_scaled_marked_and_cut_off() -> None:
@@ -48,7 +47,7 @@ def test_five_facts_state_what_was_measured_and_a_promise_that_was_not_kept_is_n
     torch_kill, own_kill = results.kills
     for broken in (
         {"training": ComparedRuns([1.0, 2.0], [1.0], 1, 1)},
-        {"kills": [torch_kill, replace(own_kill, intact=False)]},
+        {"kills": [torch_kill, replace(own_kill, error="broken")]},
         {"intact": replace(results.intact, ok=False)},
         {"damage": replace(results.damage, report=results.intact)},
     ):

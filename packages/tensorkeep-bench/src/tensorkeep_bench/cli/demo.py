@@ -27,7 +27,6 @@ from tensorkeep_bench.demo.faults import (
     kill_saves,
     save_and_verify,
 )
-from tensorkeep_bench.demo.results import DemoResults, facts
 from tensorkeep_bench.demo.speed import (
     DEFAULT_SCALE,
     LONGEST_SECONDS,
@@ -41,7 +40,7 @@ from tensorkeep_bench.demo.speed import (
     temporary_folder,
 )
 from tensorkeep_bench.demo.training import ComparedRuns, RepeatedSteps, TrainingDemo
-from tensorkeep_bench.report.demo import six_way_bars, speed_bars
+from tensorkeep_bench.report.demo import DemoResults, facts, six_way_bars, speed_bars
 from tensorkeep_bench.results import Results
 
 _DEFAULT_ROUNDS = 3

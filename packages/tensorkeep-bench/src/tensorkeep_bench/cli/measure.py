@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from tensorkeep.ext.cli import DEFAULT, SIZE, AtLeastOne, Checkpoint, Counter, O
 from tensorkeep_bench.cli.report import report
 from tensorkeep_bench.experiment import ExperimentPlan, read_experiment, shipped
 from tensorkeep_bench.results import FILE_NAME, CellRecord, Limits, Results, read_results
-from tensorkeep_bench.run.runner import ExperimentRun, RunListener, plan_results
+from tensorkeep_bench.run.runner import ExperimentRun, plan_results
 
 Model = Annotated[str | None, Parameter(metavar="SPEC")]
 _MEASURED = "A folder on the disk to measure; the folder of --out by default. What is written there is removed."
@@ -272,7 +273,8 @@ def _run_in(folder: Path, results: Results, output: Output) -> int:
     run = ExperimentRun(results, folder / FILE_NAME, _measured_folder(results, folder))
     try:
         with _interrupt_on_signals(), output.counter() as bar:
-            run.execute(_CellProgress(bar))
+            bar.update("preparing what is measured")
+            run.execute(partial(_show_cell, bar))
     except KeyboardInterrupt:
         # A report of what there is, before the message that ends the command.
         if any(cell.status == "ok" for cell in run.results.cells):
@@ -287,6 +289,14 @@ def _run_in(folder: Path, results: Results, output: Output) -> int:
     # A wrong result fails the command, and so does a run without any result.
     statuses = {cell.status for cell in run.results.cells}
     return 1 if "gate" in statuses or "ok" not in statuses else 0
+
+
+def _show_cell(bar: Counter, cell: CellRecord, done: int, total: int, seconds_left: float | None) -> None:
+    if cell.status == "planned":
+        left = "" if seconds_left is None else f", about {format_seconds(seconds_left)} left"
+        bar.update(f"block {cell.block + 1}: {cell.arm}{left}", completed=done, total=total)
+    elif cell.status not in ("ok", "not-run"):
+        bar.print(printable(f"{cell.arm}: {cell.status}: {cell.reason}"))
 
 
 @contextmanager
@@ -304,19 +314,3 @@ def _interrupt_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class _CellProgress(RunListener):
-    def __init__(self, bar: Counter) -> None:
-        self._bar = bar
-
-    def preparing(self) -> None:
-        self._bar.update("preparing what is measured")
-
-    def cell_started(self, cell: CellRecord, done: int, total: int, seconds_left: float | None) -> None:
-        left = "" if seconds_left is None else f", about {format_seconds(seconds_left)} left"
-        self._bar.update(f"block {cell.block + 1}: {cell.arm}{left}", completed=done, total=total)
-
-    def cell_ended(self, cell: CellRecord) -> None:
-        if cell.status not in ("ok", "not-run"):
-            self._bar.print(printable(f"{cell.arm}: {cell.status}: {cell.reason}"))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tensorkeep import VerifyReport, load, save, verify
-from tensorkeep.errors import CorruptCheckpointError, StoreError, TensorkeepError, UsageError, first_line
+from tensorkeep.errors import CorruptCheckpointError, StoreError, UsageError, first_line
 from tensorkeep.ext import machine
 from tensorkeep.ext.formats import manifest
 from tensorkeep.ext.storage import LocalDirectory
@@ -72,11 +72,9 @@ def flip_bit(checkpoint: Path) -> BitFlip:
 
 
 def _flip(file: Path, offset: int, bit: int) -> int:
-    with file.open("r+b") as opened:
-        opened.seek(offset)
-        before = opened.read(1)[0]
-        opened.seek(offset)
-        opened.write(bytes([before ^ bit]))
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
+        before = mapped[offset]
+        mapped[offset] = before ^ bit
     return before
 
 
@@ -140,8 +138,11 @@ class KilledSave:
     seconds: float
     written: int  # bytes, of ``nbytes``
     nbytes: int
-    intact: bool  # whether the checkpoint loads, with every bit of the state that it had
-    error: str | None  # why it does not load
+    error: str | None  # why the checkpoint does not load, with every bit of the state that it had
+
+    @property
+    def intact(self) -> bool:
+        return self.error is None
 
 
 def kill_saves(folder: Path, states: StatePair) -> list[KilledSave]:
@@ -149,33 +150,23 @@ def kill_saves(folder: Path, states: StatePair) -> list[KilledSave]:
         # A small save would end before it can be killed.
         padding = torch.zeros(_ENOUGH_BYTES, dtype=torch.uint8)
         states = StatePair({"state": states.source, "padding": padding})
-    path = folder / "latest"
-    save(states.source, path)
-    return [_kill_torch(folder / "latest.pt", path, states), _kill_tensorkeep(path, states)]
-
-
-def _kill_tensorkeep(path: Path, states: StatePair) -> KilledSave:
-    after, written = _kill("tensorkeep", path, path, states.nbytes)
-    try:
-        # Every bit, because a checkpoint that loads may hold parts of two states.
-        intact = verify(path).ok and digest(load(path)) == digest(states.source)
-        error = None if intact else "it holds another state"
-    except TensorkeepError as raised:
-        intact, error = False, raised.message
-    return KilledSave("tensorkeep", after, written, states.nbytes, intact, error)
-
-
-def _kill_torch(path: Path, source: Path, states: StatePair) -> KilledSave:
-    tool = TorchTool()
-    tool.save(states.source, path)
-    after, written = _kill("torch", path, source, states.nbytes)
-    try:
-        intact = digest(tool.load(path)) == digest(states.source)
-        error = None if intact else "it holds another state"
-    except Exception as raised:
-        intact, error = False, first_line(raised).partition(". ")[0]
-    path.unlink()
-    return KilledSave("torch", after, written, states.nbytes, intact, error)
+    source = folder / "latest"
+    save(states.source, source)
+    torch_file = folder / "latest.pt"
+    TorchTool().save(states.source, torch_file)
+    found = []
+    for tool, path in (("torch", torch_file), ("tensorkeep", source)):
+        seconds, written = _kill(tool, path, source, states.nbytes)
+        error: str | None = "it holds another state"
+        try:
+            # Every bit, because a checkpoint that loads may hold parts of two states.
+            if digest(COMMON_TOOLS[tool].load(path)) == digest(states.source):
+                error = None
+        except Exception as raised:
+            error = first_line(raised).partition(". ")[0]
+        found.append(KilledSave(tool, seconds, written, states.nbytes, error))
+    torch_file.unlink()
+    return found
 
 
 def _kill(tool: str, path: Path, source: Path, nbytes: int) -> tuple[float, int]:

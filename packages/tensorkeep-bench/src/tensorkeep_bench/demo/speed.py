@@ -31,9 +31,10 @@ from tensorkeep_bench.checkpoint.tools import COMMON_TOOLS, TensorstoreTool, Too
 from tensorkeep_bench.checkpoint.workload import CheckpointInput
 from tensorkeep_bench.experiment import ExperimentPlan, read_experiment
 from tensorkeep_bench.results import FILE_NAME, Arm, CellRecord, Limits, Results
-from tensorkeep_bench.run.runner import ExperimentRun, RunListener, plan_results, run_rounds
+from tensorkeep_bench.run.cell import failed_outcome
+from tensorkeep_bench.run.runner import ExperimentRun, plan_results, run_rounds
 from tensorkeep_bench.statistics import Description, describe
-from tensorkeep_bench.workload import GateError, Outcome, Task
+from tensorkeep_bench.workload import Outcome, Task
 
 DEFAULT_SCALE = 0.1
 SEED = 20_240_601
@@ -209,16 +210,12 @@ def compare_six_ways(folder: Path, progress: Callable[[str], None]) -> Results:
     planned = plan_results(ExperimentPlan(experiment, (*arms, *_OURS)).with_design(runs=1), "tensorkeep demo")
     measures = tuple(measure for measure in planned.measures if measure.name in (SAVE, WARM, STORED))
     run = ExperimentRun(replace(planned, measures=measures), folder / FILE_NAME, folder, _run_once)
-    run.execute(_SixWayProgress(progress))
+
+    def report(cell: CellRecord, done: int, total: int, seconds_left: float | None) -> None:
+        progress(f"six ways: {cell.arm} ({min(done + 1, total)} of {total})")
+
+    run.execute(report)
     return run.results
-
-
-class _SixWayProgress(RunListener):
-    def __init__(self, progress: Callable[[str], None]) -> None:
-        self._progress = progress
-
-    def cell_started(self, cell: CellRecord, done: int, total: int, seconds_left: float | None) -> None:
-        self._progress(f"six ways: {cell.arm} ({done + 1} of {total})")
 
 
 def _run_once(task: Task, limits: Limits) -> Outcome:
@@ -235,11 +232,9 @@ def _run_once(task: Task, limits: Limits) -> Outcome:
         loaded = read_state(tool, path)
         loading = time.perf_counter() - begin
         check_equal(loaded, state, task.arm)
-    # This process runs all arms: an error of one must not end the demo.
-    except GateError as error:
-        return Outcome("gate", error.message)
     except TensorkeepError as error:
-        return Outcome("failed", error.message)
+        # This process runs all arms: an error of one must not end the demo.
+        return failed_outcome(error)
     else:
         return Outcome(seconds=saving + loading, figures={SAVE: saving, WARM: loading, STORED: stored_bytes(path)})
     finally:

@@ -1,16 +1,19 @@
-"""The page of ``tensorkeep demo``: fills ``report/page/demo.html.j2``."""
+"""The results of ``tensorkeep demo`` as JSON, sentences, bars, and a page (``report/page/demo.html.j2``)."""
 
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from tensorkeep import __version__
+import msgspec
+
+from tensorkeep import VerifyReport, __version__
 from tensorkeep.ext import counted, format_bytes, format_seconds, number
 from tensorkeep.ext.pages import (
     Bars,
     Chart,
     ChartBar,
     Curve,
-    Point,
     ReportTable,
     TableEntry,
     chart,
@@ -20,11 +23,90 @@ from tensorkeep.ext.pages import (
 )
 from tensorkeep.ext.storage import replace_file
 from tensorkeep_bench.checkpoint.measure import FIRST, SAVE, STORED, WARM
-from tensorkeep_bench.demo.results import DemoResults, facts
+from tensorkeep_bench.demo.faults import DamageReport, KilledSave, PeerDamage
 from tensorkeep_bench.demo.speed import TOOLS, SmallRun, figures, notes
+from tensorkeep_bench.demo.training import ComparedRuns
 from tensorkeep_bench.report.html import REPORT, arms_table
 from tensorkeep_bench.report.tables import improvements_table, isolated_table
 from tensorkeep_bench.results import Results
+from tensorkeep_bench.wording import listed
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResults:
+    source: str | None
+    description: str
+    tensors: int
+    state_bytes: int
+    rounds: Results
+    t5x: SmallRun
+    intact: VerifyReport
+    damage: DamageReport
+    peers: list[PeerDamage]
+    kills: list[KilledSave]
+    training: ComparedRuns
+    six_way: Results
+
+    @property
+    def ok(self) -> bool:
+        # Only the saves of Tensorkeep: a checkpoint that torch broke does not fail the demo.
+        kept = all(kill.intact for kill in self.kills if kill.tool == "tensorkeep")
+        return self.intact.ok and not self.damage.report.ok and kept and self.training.exact
+
+    def document(self) -> dict[str, Any]:
+        damage = self.damage
+        return {
+            "ok": self.ok,
+            "source": self.source,
+            "tensors": self.tensors,
+            "state_bytes": self.state_bytes,
+            "measures": msgspec.to_builtins(figures(self.rounds)),
+            "rounds": {"seed": self.rounds.experiment.seed, "cells": msgspec.to_builtins(self.rounds.cells)},
+            "t5x": asdict(self.t5x),
+            "verify": self.intact.as_dict(),
+            "damage": {
+                "flip": asdict(damage.flip),
+                "verify": damage.report.as_dict(),
+                "refusal": damage.refusal,
+                "peers": [{**asdict(each), "silent": each.silent} for each in self.peers],
+            },
+            "kills": [{**asdict(each), "intact": each.intact} for each in self.kills],
+            "training": {**asdict(self.training), "same": self.training.same, "exact": self.training.exact},
+            "six_way": msgspec.to_builtins(self.six_way),
+        }
+
+
+def facts(results: DemoResults) -> list[str]:
+    """Return what was measured, in five sentences."""
+    table = figures(results.rounds)
+    size = format_bytes(results.state_bytes)
+    save, load, stored = (
+        {arm: figure.median for arm, figure in table.get(measure, {}).items()} for measure in (SAVE, FIRST, STORED)
+    )
+    fraction = stored["tensorkeep-lossless"] / results.state_bytes
+    flip, training = results.damage.flip, results.training
+    silent = [
+        f"{each.tool} loaded {number(each.after or 0.0)} for {number(each.before)}"
+        for each in results.peers
+        if each.silent
+    ]
+    # Another version of a tool may detect the damage.
+    unnoticed = f"{listed(silent)}, without a word; " if silent else ""
+    left = {kill.tool: "whole, bit for bit" if kill.intact else "broken" for kill in results.kills}
+    return [
+        f"A durable save of {size}: {_times(save)}; lossless, in {fraction:.0%} of the bytes.",
+        f"The first load in a new process: {_times(load)}. Only tensorkeep verifies what it reads.",
+        f"One flipped bit: {unnoticed}tensorkeep named tensor {flip.name}, block {flip.block}, and refused to load it.",
+        f"kill -9 during a save: the checkpoint of tensorkeep was {left['tensorkeep']}, and the "
+        f"checkpoint of torch.save was {left['torch']}.",
+        f"kill -9 during training: {training.same} of {len(training.unbroken)} losses are the same, bit for bit, as "
+        "without the kill.",
+    ]
+
+
+def _times(seconds: dict[str, float]) -> str:
+    arms = [arm for arm in ("tensorkeep", "tensorkeep-lossless", "torch", "safetensors") if arm in seconds]
+    return ", ".join(f"{arm.removeprefix('tensorkeep-')} {format_seconds(seconds[arm])}" for arm in arms)
 
 
 def write_demo_page(results: DemoResults, page: Path) -> None:
@@ -86,18 +168,12 @@ def _bit_table(results: DemoResults) -> ReportTable:
         entry = TableEntry(outcome, tone="bad") if each.silent else TableEntry(f"raises: {each.error}", tone="good")
         rows.append((TableEntry(each.tool), TableEntry(each.file), TableEntry(f"{each.offset:,}", each.offset), entry))
     flip, damage = results.damage.flip, results.damage
-    outcome = f"names tensor {flip.name}, block {flip.block}, and refuses to load it: {damage.refusal}"
-    if damage.report.ok:
-        outcome = "did not notice"
-    tone = "bad" if damage.report.ok else "good"
-    rows.append(
-        (
-            TableEntry("tensorkeep"),
-            TableEntry(flip.file),
-            TableEntry(f"{flip.offset:,}", flip.offset),
-            TableEntry(outcome, tone=tone),
-        )
+    own = TableEntry(
+        f"names tensor {flip.name}, block {flip.block}, and refuses to load it: {damage.refusal}", tone="good"
     )
+    if damage.report.ok:
+        own = TableEntry("did not notice", tone="bad")
+    rows.append((TableEntry("tensorkeep"), TableEntry(flip.file), TableEntry(f"{flip.offset:,}", flip.offset), own))
     return ReportTable("How the tools react", ("=tool", "=file", ">byte", "outcome"), rows)
 
 
@@ -116,15 +192,12 @@ def _kill_table(results: DemoResults) -> ReportTable:
 def _curves(results: DemoResults) -> list[Chart]:
     runs = results.training
     resumed = f"Loss of the run killed at step {runs.killed_at}, resumed from step {runs.resumed_from}"
-    curves = (
-        ("Loss of the run without a kill", Curve("loss", "neutral", _points(runs.unbroken))),
-        (resumed, Curve("loss", "good", _points(runs.resumed))),
+    curves = {"Loss of the run without a kill": ("neutral", runs.unbroken), resumed: ("good", runs.resumed)}
+    drawn = (
+        chart(title, [Curve("loss", colour, [(float(step), loss) for step, loss in enumerate(losses, 1)])])
+        for title, (colour, losses) in curves.items()
     )
-    return [drawn for title, curve in curves if (drawn := chart(title, [curve])) is not None]
-
-
-def _points(losses: list[float]) -> list[Point]:
-    return [(float(step), loss) for step, loss in enumerate(losses, 1)]
+    return [each for each in drawn if each is not None]
 
 
 # Bars, for the page and for the terminal

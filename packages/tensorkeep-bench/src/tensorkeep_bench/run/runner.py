@@ -45,17 +45,9 @@ SCRATCH = ".tensorkeep-bench"
 Measurement = Callable[[], Outcome]  # measures one arm once, in this process
 
 
-class RunListener:
-    """Receives the progress of a run; this one ignores it."""
-
-    def preparing(self) -> None:
-        """Report that the subject of the cells is being created."""
-
-    def cell_started(self, cell: CellRecord, done: int, total: int, seconds_left: float | None) -> None:
-        """Report that a cell starts; ``seconds_left`` is None while it cannot be estimated."""
-
-    def cell_ended(self, cell: CellRecord) -> None:
-        """Report the outcome of a cell."""
+# Is called when a cell starts, with the status "planned", and when it has ended: the cell, how many cells are done, how
+# many there are, and the seconds that are left, or None while they cannot be estimated.
+CellProgress = Callable[[CellRecord, int, int, float | None], None]
 
 
 def schedule(experiment: Experiment, arms: Sequence[Arm]) -> list[CellRecord]:
@@ -94,7 +86,7 @@ class BlockRun:
         self._measurements = measurements
 
     def describe(self, cell: CellRecord) -> CellRecord:
-        return replace(cell, started=_now(), amount=self.results.subject.bytes)
+        return replace(cell, status="planned", started=_now(), amount=self.results.subject.bytes)
 
     def measure(self, cell: CellRecord) -> Outcome:
         begin = time.perf_counter()
@@ -105,16 +97,17 @@ class BlockRun:
     def update(self, **changes: Any) -> None:
         self.results = replace(self.results, **changes)
 
-    def run_cells(self, listener: RunListener) -> None:
+    def run_cells(self, progress: CellProgress) -> None:
         """Run every pending cell that has to be measured; StoreError if the disk is full."""
         while (index := self._next()) is not None:
             cell, total = self.describe(self.results.cells[index]), len(self.results.cells)
-            listener.cell_started(cell, total - len(self._pending()), total, self._seconds_left())
+            done, seconds_left = total - len(self._pending()), self._seconds_left()
+            progress(cell, done, total, seconds_left)
             cell = replace(cell, **asdict(self._repeated_failure(cell) or self.measure(cell)))
             # Only now: describing and measuring a cell may have changed the results.
             cells = self.results.cells
             self.update(cells=(*cells[:index], cell, *cells[index + 1 :]))
-            listener.cell_ended(cell)
+            progress(cell, done + 1, total, seconds_left)
             if cell.status == "disk":
                 raise StoreError(
                     f"the disk was full in arm {cell.arm!r}",
@@ -177,7 +170,7 @@ class ExperimentRun(BlockRun):
         self._run_task = measure or run_cell
         self._arms = {arm.name: arm for arm in results.arms}
 
-    def execute(self, listener: RunListener) -> None:
+    def execute(self, progress: CellProgress) -> None:
         """Run the cells that have no outcome yet, and write the results after each.
 
         Raises StoreError if the disk is full: the files of the cell are removed, earlier figures are kept. Raises
@@ -189,12 +182,11 @@ class ExperimentRun(BlockRun):
         with scratch_folder(self.directory or Path()) as scratch:
             # Before anything is written: figures of two machines must not be mixed in one file.
             self._check_machine(scratch)
-            listener.preparing()
             self._scratch, self._prepared = scratch, workload.prepare(settings, parsed, scratch)
             # Only from here on, earlier results in the file are replaced.
             self.update(subject=self._prepared.subject)
             try:
-                self.run_cells(listener)
+                self.run_cells(progress)
             finally:
                 # Also after an error: earlier figures are kept and summarised.
                 complete = not self._pending()
@@ -209,7 +201,8 @@ class ExperimentRun(BlockRun):
         slow = self._arms[cell.arm].slow
         subject = self._prepared.slow_subject if slow else self._prepared.subject
         command = command_of(self._task(cell))
-        return replace(cell, amount=subject.bytes, subject=subject.description, command=command, started=_now())
+        cell = replace(cell, status="planned", amount=subject.bytes, subject=subject.description)
+        return replace(cell, command=command, started=_now())
 
     def measure(self, cell: CellRecord) -> Outcome:
         return self._run_task(self._task(cell), self.results.experiment.limits)
@@ -264,17 +257,13 @@ def run_rounds(
     run = BlockRun(
         Results(experiment=experiment, subject=Subject(bytes=nbytes), measures=(), arms=arms, cells=cells), measurements
     )
-    run.run_cells(_RoundsListener(progress))
+
+    def report(cell: CellRecord, done: int, total: int, seconds_left: float | None) -> None:
+        if progress is not None and cell.status == "planned":
+            progress(done, cell.arm)
+
+    run.run_cells(report)
     return run.results
-
-
-class _RoundsListener(RunListener):
-    def __init__(self, progress: Callable[[int, str], None] | None) -> None:
-        self._progress = progress
-
-    def cell_started(self, cell: CellRecord, done: int, total: int, seconds_left: float | None) -> None:
-        if self._progress is not None:
-            self._progress(done, cell.arm)
 
 
 def arms_left_out(results: Results, block: int) -> set[str]:
