@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -34,7 +34,7 @@ from tensorkeep.errors import (
 )
 from tensorkeep.formats.base import StepRecord
 from tensorkeep.paths import StorePath, absolute, as_path, checked_path
-from tensorkeep.ranks.group import RankCoordinator, ranks_of
+from tensorkeep.ranks.group import Group, RankCoordinator, ranks_of
 from tensorkeep.ranks.merge import PREPARING
 from tensorkeep.runs.address import backend_of
 from tensorkeep.runs.backends import StepBackend
@@ -56,9 +56,6 @@ from tensorkeep.storage.buffers import DEFAULT_BUDGET
 from tensorkeep.storage.clock import clock
 from tensorkeep.storage.parallel import reset_in_child, shielded
 from tensorkeep.structs import prepared
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +208,7 @@ class CheckpointManager:
         retention: Retention | None = None,
         save_when: SaveWhen | None = None,
         saving: SaveOptions | None = None,
-        group: "ProcessGroup | None" = None,
+        group: Group = None,
         timeout: float | None = None,
         **keywords: Unpack[ManagerKeywords],
     ) -> None:

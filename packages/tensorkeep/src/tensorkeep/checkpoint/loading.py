@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensorkeep.checkpoint.match import (
     StateMatch,
@@ -43,7 +43,7 @@ from tensorkeep.errors import PathLike, StateMismatchError, TensorkeepError, Uns
 from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
 from tensorkeep.formats.finding import open_reader
 from tensorkeep.paths import checked_path
-from tensorkeep.ranks.group import ONE_RANK, RankCoordinator, ranks_of
+from tensorkeep.ranks.group import ONE_RANK, Group, RankCoordinator, ranks_of
 from tensorkeep.runs.address import checkpoint_path
 from tensorkeep.state import names
 from tensorkeep.state.aliases import make_view
@@ -51,10 +51,6 @@ from tensorkeep.state.leaf import Array, Device, DTypeLike, LeafKind, allocate, 
 from tensorkeep.state.tree import prune, state_leaves
 from tensorkeep.storage.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.storage.parallel import Progress
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 # ``load(mmap=True)``: the memory of the tensors is the mapped file, and data is read when it is used.
 
@@ -315,7 +311,7 @@ def load(
     device: Device = None,
     dtype: DTypeLike = None,
     strict: bool = True,
-    group: "ProcessGroup | None" = None,
+    group: Group = None,
     timeout: float | None = None,
     mmap: bool = False,
     verify: bool | None = None,

@@ -3,7 +3,6 @@
 import difflib
 import os
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -44,7 +43,7 @@ from tensorkeep.errors import (
     StateMismatchWarning,
     UnsupportedError,
     UsageError,
-    stack_level_of_caller,
+    warn_caller,
 )
 from tensorkeep.formats.base import Entry, Reader
 from tensorkeep.placeholder import Placeholder
@@ -360,13 +359,13 @@ def warn_of_placeholders(reader: Reader, skeleton: object) -> None:
         named = "; ".join(f"{each.name}: {each.what}" for each in found[:_MOST_NAMED])
         more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
         text = f"{reader.path}: placeholders take the place of what cannot be read: {named}{more}"
-        warnings.warn(f'{text} (select="*" leaves them out)', stacklevel=stack_level_of_caller())
+        warn_caller(f'{text} (select="*" leaves them out)')
 
 
 def warn_of_attributes(reader: Reader) -> None:
     if left_out := reader.details.get("attributes_left_out"):
         text = f"{reader.path}: attributes of tensors or containers are not loaded: {', '.join(left_out[:_MOST_NAMED])}"
-        warnings.warn(text, stacklevel=stack_level_of_caller())
+        warn_caller(text)
 
 
 # Loading into DTensors: each rank reads its own boxes, and the ranks together load all of a checkpoint.
@@ -657,7 +656,7 @@ class StateMatch:
         if missing:
             names = ", ".join(repr(display(path[:-1])) for path in sorted(missing, key=display))
             text = f"{self._reader.path}: has no value of rank {ranks.rank} for {names}, which is left as it is"
-            warnings.warn(StateMismatchWarning(text), stacklevel=stack_level_of_caller())
+            warn_caller(StateMismatchWarning(text))
 
     def divided_like_parameters(self) -> dict[str, Target]:
         """Memory for new tensors of optimizers, sharded like their parameters."""
@@ -789,7 +788,11 @@ class StateMatch:
     def _differences(self) -> Differences:
         found = compare(self._filled(), self._reader, self._kept(), partial=self.partial)
         keys = self._keys
-        different = {path: what for path, what in keys.different.items() if self._is_wanted(path)}
+        different = {
+            path: what
+            for path, what in keys.different.items()
+            if not self.partial or any(is_below(self._saved_paths[name], {path}) for name in self.chosen)
+        }
         # A key that differs is reported once, not again for each tensor below.
         named = {*different} if self.partial else {*different, *keys.missing, *keys.extra}
         found.missing = [name for name in found.missing if not is_below(self._given_paths[name], named)]
@@ -824,10 +827,7 @@ class StateMatch:
             text = f"{self._reader.path}: loaded what fits and skipped the rest (strict=False)\n{self.skipped.lines()}"
             warning = StateMismatchWarning(text)
             warning.missing, warning.extra, warning.different = self.skipped.names()
-            warnings.warn(warning, stacklevel=stack_level_of_caller())
-
-    def _is_wanted(self, path: KeyPath) -> bool:
-        return not self.partial or any(is_below(self._saved_paths[name], {path}) for name in self.chosen)
+            warn_caller(warning)
 
     def _resolves_conflict(self) -> bool:
         """Give new memory to tensors that share memory in the state only, if their object can take them from there."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -36,7 +36,7 @@ from tensorkeep.errors import DestinationExistsError, PathLike, UnsupportedError
 from tensorkeep.formats.base import FORMATS, StagedWrite, StepRecord, WriteSettings, check_saveable, format_by_suffix
 from tensorkeep.formats.native.writer import NativeOptions
 from tensorkeep.paths import as_path, checked_path
-from tensorkeep.ranks.group import ONE_RANK, GroupCoordinator, RankCoordinator, ranks_of
+from tensorkeep.ranks.group import ONE_RANK, Group, GroupCoordinator, RankCoordinator, ranks_of
 from tensorkeep.ranks.merge import PREPARING, CollectiveWrite, merge_rank_states
 from tensorkeep.state import cuda
 from tensorkeep.state.leaf import Leaf, Source
@@ -44,10 +44,6 @@ from tensorkeep.state.tree import Flat, flatten
 from tensorkeep.storage import storage_of
 from tensorkeep.storage.parallel import Progress
 from tensorkeep.units import parse_bytes
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 DEFAULT_FORMAT = "native"
 
@@ -278,7 +274,7 @@ def save(
     threads: int | None = None,
     memory_budget: MemorySize | None = None,
     settings: SettingsSource | None = None,
-    group: "ProcessGroup | None" = None,
+    group: Group = None,
     timeout: float | None = None,
     **options: Any,
 ) -> SaveReport:
@@ -390,7 +386,7 @@ def save_async(
     threads: int | None = None,
     memory_budget: MemorySize | None = None,
     settings: SettingsSource | None = None,
-    group: "ProcessGroup | None" = None,
+    group: Group = None,
     timeout: float | None = None,
     **options: Any,
 ) -> PendingSave:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+# The ranks that save or load together; one process alone if it is None.
+Group: TypeAlias = "ProcessGroup | None"
 
 # Seconds that a rank waits for the other ranks, which may still be writing.
 DEFAULT_TIMEOUT = 1800.0
@@ -408,7 +410,7 @@ class GroupCoordinator(RankCoordinator):
 _groups: "WeakKeyDictionary[ProcessGroup, _GroupState]" = WeakKeyDictionary()
 
 
-def ranks_of(group: "ProcessGroup | None", timeout: float | None) -> RankCoordinator:
+def ranks_of(group: Group, timeout: float | None) -> RankCoordinator:
     """Return the ranks of a group, connected; `ONE_RANK` without a group. Raises UsageError for wrong arguments."""
     if group is None:
         if timeout is not None:

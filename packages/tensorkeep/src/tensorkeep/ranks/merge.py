@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -301,9 +301,9 @@ def assign(merged: MergedTensors, ranks: int, own: int) -> list[WriteAssignment]
     shared: list[tuple[int, list[int], WriteAssignment]] = []
     for name, boxes in merged.boxes.items():
         tensor = merged.tensors[name]
-        itemsize, count = BY_NAME[tensor.dtype].itemsize, len(tensor.shape)
+        itemsize, dimensions = BY_NAME[tensor.dtype].itemsize, len(tensor.shape)
         for box, owners in boxes.items():
-            sizes = box[count:]
+            sizes = box[dimensions:]
             nbytes = prod(sizes) * itemsize
             rows = sizes[0] if sizes else 1
             if len(owners) == 1:
@@ -311,7 +311,8 @@ def assign(merged: MergedTensors, ranks: int, own: int) -> list[WriteAssignment]
                 if owners[0] == own:
                     assignments.append(WriteAssignment(name, box, 0, rows))
                 continue
-            for start, stop in _row_ranges(rows, nbytes, len(owners)):
+            count = max(1, min(len(owners), nbytes // SPLIT_BYTES, rows))
+            for start, stop in pairwise(rows * number // count for number in range(count + 1)):
                 shared.append((nbytes // rows * (stop - start), owners, WriteAssignment(name, box, start, stop)))
     # The largest first, each to the rank with the least bytes so far. Ties go to the lowest rank, and the sort is
     # stable: every save of the same state assigns alike.
@@ -335,11 +336,6 @@ def own_pieces(assignments: Sequence[WriteAssignment], leaves: Mapping[str, Leaf
         # A view: nothing is copied here.
         pieces.append(piece if is_full else piece.rows(each.start, each.stop))
     return pieces
-
-
-def _row_ranges(rows: int, nbytes: int, owners: int) -> Iterator[tuple[int, int]]:
-    count = max(1, min(owners, nbytes // SPLIT_BYTES, rows))
-    yield from pairwise(rows * number // count for number in range(count + 1))
 
 
 # The exchange.
@@ -375,7 +371,12 @@ def merge_rank_states(ranks: GroupCoordinator, flat: Flat[Leaf], arguments: Mapp
     outlines = digest_of([by_tensors, by_boxes])
     # All ranks reuse the last merge, or none does: a rank that was interrupted in the last save may not remember it.
     if {*by_known} != {outlines}:
-        merged = merge_tensors(_gather_outlines(ranks, outline, by_tensors))
+        # Of ranks with the same tensors, only the first sends them.
+        is_first = by_tensors.index(by_tensors[ranks.rank]) == ranks.rank
+        sent = ranks.gather(outline.tensors if is_first else None, PREPARING, of=Tensors | None)
+        boxes = ranks.gather(outline.boxes, PREPARING, of=list[list[BoxKey]])
+        tensors = [sent[by_tensors.index(digest)] for digest in by_tensors]
+        merged = merge_tensors([RankOutline(*each) for each in zip(tensors, boxes, strict=True)])
         known["assignments"] = assign(merged, ranks.size, ranks.rank)
         # Without the boxes, which would be most of what a rank remembers.
         known["merged"] = msgspec.structs.replace(merged, boxes={})
@@ -387,14 +388,6 @@ def merge_rank_states(ranks: GroupCoordinator, flat: Flat[Leaf], arguments: Mapp
     layouts = {name: tensor.layout for name, tensor in merged_tensors.tensors.items() if tensor.layout}
     pieces = own_pieces(known["assignments"], flat.leaves)
     return SharedState(ranks, merged_tensors.flat(skeleton), layouts, pieces)
-
-
-def _gather_outlines(ranks: GroupCoordinator, own: RankOutline, digests: Sequence[str]) -> list[RankOutline]:
-    # Of ranks with the same tensors, only the first sends them.
-    is_first = digests.index(digests[ranks.rank]) == ranks.rank
-    sent = ranks.gather(own.tensors if is_first else None, PREPARING, of=Tensors | None)
-    boxes = ranks.gather(own.boxes, PREPARING, of=list[list[BoxKey]])
-    return [RankOutline(sent[digests.index(digest)], own) for digest, own in zip(digests, boxes, strict=True)]
 
 
 def _refuse_arguments(given: list[dict[str, Any]]) -> None:

@@ -201,9 +201,12 @@ class SingleTierBackend(StepBackend):
         return step_of(path, number, summarise(path))
 
     def newest_first(self) -> Iterator[tuple[int, Step | TensorkeepError]]:
-        for number in reversed(self.numbers()):
+        return self._read_each(reversed(self.numbers()), self.read)
+
+    def _read_each(self, numbers: Iterable[int], read: Callable[[int], T]) -> Iterator[tuple[int, T | TensorkeepError]]:
+        for number in numbers:
             try:
-                yield number, self.read(number)
+                yield number, read(number)
             except TensorkeepError as error:
                 if self.is_broken(number, error):
                     yield number, error
@@ -237,12 +240,7 @@ class LocalBackend(SingleTierBackend):
         return exists(path)
 
     def summaries(self) -> Iterator[tuple[int, CheckpointSummary | TensorkeepError]]:
-        for number in self.numbers():
-            try:
-                yield number, summarise(self.path_of(number))
-            except TensorkeepError as error:
-                if self.is_broken(number, error):
-                    yield number, error
+        return self._read_each(self.numbers(), lambda number: summarise(self.path_of(number)))
 
     def files_of(self, path: Path) -> list[os.stat_result]:
         try:

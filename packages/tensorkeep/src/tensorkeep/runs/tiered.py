@@ -444,7 +444,9 @@ class Uploader:
         """Add a step that an earlier process has saved; it waits unless the store has a whole copy."""
         try:
             if not self._look_at_copy(number, replace=True):
-                self._refuse(number, self._conflict(number))
+                source, destination = self._paths(number)
+                text, remedy = "another step of this number is in the store", f"delete it, or {source}"
+                self._refuse(number, DestinationExistsError(text, path=destination, remedy=remedy))
         except NotACheckpointError:
             with self._lock:
                 self._waiting.setdefault(number, False)
@@ -557,12 +559,6 @@ class Uploader:
     def _note_progress(self, number: int, done: int, total: int) -> None:
         with self._lock:
             self._current = UploadStatus(number, "uploading", done, total)
-
-    def _conflict(self, number: int) -> TensorkeepError:
-        source, destination = self._paths(number)
-        return DestinationExistsError(
-            "another step of this number is in the store", path=destination, remedy=f"delete it, or {source}"
-        )
 
     def _record_copy(self, number: int, copy: StoredCopy) -> None:
         with self._lock:

@@ -85,7 +85,9 @@ def copy_to_store(
             # A file that the store has from an earlier checkpoint is not sent again: the manifest refers to that copy.
             names, owners = _names_of_copies(opened, destination, commit.save_id, _shared_files(earlier))
             files = _copy_files(opened, names, destination, transfer)
-            content = checksummed_json.seal(_with_files(manifest, files))
+            refers = any(file.name.startswith(_BESIDE) for file in files)
+            features = [*manifest.features, REFERENCES] if refers else manifest.features
+            content = checksummed_json.seal(msgspec.structs.replace(manifest, files=files, features=features))
             # A copy that no reader accepts must not be reported as uploaded: the disk would delete its step.
             manifests.parse(content, destination / manifests.FILE_NAME)
             _check_references(files, owners, destination)
@@ -112,12 +114,6 @@ def _comparable(manifest: Manifest) -> Manifest:
         for file in manifest.files
     ]
     features = sorted({*manifest.features} - {REFERENCES})
-    return msgspec.structs.replace(manifest, files=files, features=features)
-
-
-def _with_files(manifest: Manifest, files: list[FileRecord]) -> Manifest:
-    refers = any(file.name.startswith(_BESIDE) for file in files)
-    features = [*manifest.features, REFERENCES] if refers else manifest.features
     return msgspec.structs.replace(manifest, files=files, features=features)
 
 

@@ -1,12 +1,11 @@
 """Nested state <-> skeleton and named leaves. Shared storage is shared again; an object in two places becomes two."""
 
 import json
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from tensorkeep.errors import UnsupportedLeafError, stack_level_of_caller
+from tensorkeep.errors import UnsupportedLeafError, warn_caller
 from tensorkeep.placeholder import Placeholder
 from tensorkeep.state import names
 from tensorkeep.state.aliases import Alias, find_aliases
@@ -37,7 +36,7 @@ def flatten(state: object, *, sharded: bool = False, placeholders: bool = False)
         name, own = next(iter(writer.attributes.items()))
         others = f" and of {len(writer.attributes) - 1} other tensors" if len(writer.attributes) > 1 else ""
         text = f"attributes of tensors are not saved: {', '.join(own)} of {name!r}{others}"
-        warnings.warn(f"{text}; put them into the state", stacklevel=stack_level_of_caller())
+        warn_caller(f"{text}; put them into the state")
     aliases = find_aliases([one.leaf for one in found])
     assigned = [one.leaf.name for one in found]
     parts = names.assign_parts([one.path for one in found], assigned, is_dict=isinstance(state, dict))
