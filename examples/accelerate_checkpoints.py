@@ -14,7 +14,7 @@ from accelerate.utils import set_seed
 from torch import distributed as dist
 
 import tensorkeep
-from tensorkeep.checkpoint.stateful import PerRank
+from tensorkeep.distributed import PerRank
 
 
 class TensorkeepAccelerator(Accelerator):

@@ -274,19 +274,9 @@ class CheckpointManager:
     def best(self, metric: str | None = None, mode: str | None = None) -> Step | None:
         """Return the best complete step by a metric; None if no step has metrics, or all values are NaN.
 
-        Parameters
-        ----------
-        metric : str, optional
-            By default the metric of the manager, else the only metric of the steps, their validation loss or their
-            loss.
-        mode : {"min", "max"}, optional
-            Which value is best. By default the mode of the manager, or known from the name of the metric.
-
-        Raises
-        ------
-        UsageError
-            If no step has the metric although some have others, if several metrics are possible, or if the mode is not
-            known.
+        By default ``metric`` and ``mode`` are the manager's. Else the metric is the only one of the steps, their
+        validation loss or their loss, and its name tells whether its ``"min"`` or ``"max"`` is best. UsageError is
+        raised if that is not clear, or if no step has the metric although some have others.
         """
         rule = self._best_rule
         if metric in (None, rule.metric):
@@ -602,14 +592,8 @@ class CheckpointManager:
     def delete(self, step: int | Step) -> None:
         """Delete a step, complete or damaged; other steps keep the files that they share with it.
 
-        Raises
-        ------
-        NotFoundError
-            If the step does not exist.
-        NotACheckpointError, UsageError
-            If the step has lost its manifest, or contains files that do not belong to it.
-        BusyError, StoreError
-            If another process writes in the folder, or the disk fails.
+        Raises NotFoundError if the step does not exist, NotACheckpointError if it has lost its manifest, UsageError if
+        it contains files that do not belong to it, and BusyError or StoreError as `save`.
         """
         with self._ranks.collective("deleting a step"):
             if self._ranks.is_main:

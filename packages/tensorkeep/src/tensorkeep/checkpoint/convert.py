@@ -66,18 +66,15 @@ def convert(
 
     Raises
     ------
-    NotFoundError, NotACheckpointError
-        If ``src`` is missing, or not a checkpoint.
-    CorruptCheckpointError
-        If the source is damaged. Nothing becomes visible at ``dst``.
+    NotFoundError, NotACheckpointError, CorruptCheckpointError
+        If ``src`` is missing, not a checkpoint, or damaged. Nothing becomes visible at ``dst``.
     UnsupportedError
         If the format ``to`` cannot store this state, its dtypes or its metadata; or the source has a `Placeholder`,
         which ``select="*"`` leaves out.
     UsageError
-        If an argument is wrong, a pattern matches nothing, ``dst`` is inside of ``src``, or its suffix means another
-        format than ``to``.
+        If an argument is wrong, a pattern matches nothing, or ``dst`` is inside of ``src``.
     DestinationExistsError, BusyError, StoreError
-        If something is at ``dst`` and ``overwrite`` is not set, another process writes there, or the disk failed.
+        As `tensorkeep.save` for ``dst``.
 
     Examples
     --------

@@ -218,12 +218,7 @@ class LazyTensor:
         """Return the selected elements as a tensor, or as an array if it was saved as one.
 
         Only the rows that the first index selects, an integer or a slice, are read; other indices are applied in
-        memory.
-
-        Raises
-        ------
-        CorruptCheckpointError, IndexError, UsageError
-            If a block that is read is damaged, the index is out of range, or the checkpoint is closed.
+        memory. Raises CorruptCheckpointError if a block that is read is damaged, and UsageError after `close`.
         """
         return self._read(index if isinstance(index, tuple) else (index,), self._kind)
 
@@ -258,13 +253,9 @@ class LazyTensor:
         return row % count, row % count + 1, (0,)
 
     def load(self, *, out: Array = None) -> Array:
-        """Return the full tensor, in ``out`` if it is given: a tensor or array of the same dtype and shape, which is
-        filled.
+        """Return the full tensor, in ``out`` if it is given: a tensor or array of the same dtype and shape.
 
-        Raises
-        ------
-        UsageError, CorruptCheckpointError
-            If ``out`` does not fit or is not writable, or the checkpoint is closed; if a block is damaged.
+        Raises UsageError if ``out`` does not fit or is not writable, or the checkpoint is closed.
         """
         if out is None:
             return self[...]

@@ -28,7 +28,6 @@ from tensorkeep.checkpoint.options import (
 )
 from tensorkeep.checkpoint.ranges import CopyPlan, read_all
 from tensorkeep.checkpoint.stateful import (
-    PerRank,
     StatefulObject,
     for_rank,
     has_value,
@@ -48,6 +47,7 @@ from tensorkeep.runs.address import checkpoint_path
 from tensorkeep.state import names
 from tensorkeep.state.aliases import make_view
 from tensorkeep.state.leaf import Array, Device, DTypeLike, LeafKind, allocate, float_dtype
+from tensorkeep.state.skeleton import PerRank, SkeletonWriter
 from tensorkeep.state.tree import prune, state_leaves
 from tensorkeep.storage.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.storage.parallel import Progress
@@ -294,7 +294,7 @@ class _IntoState:
 def _copied_state(stateful: StatefulObject) -> Any:
     """A copy that shares the tensors, which may be large: loading replaces them."""
     state = unwrap_states(stateful.state)
-    arrays = [found.value for found in state_leaves(state, sharded=True).values()]
+    arrays = [found.value for found in state_leaves(state, SkeletonWriter(sharded=True)).values()]
     return copy.deepcopy(state, {id(array): array for array in arrays})
 
 

@@ -54,7 +54,7 @@ from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.names import Key, KeyPath, display, select
 from tensorkeep.state.sharded import ShardedLeaf, is_dtensor
-from tensorkeep.state.skeleton import StateLeaf
+from tensorkeep.state.skeleton import SkeletonWriter, StateLeaf
 from tensorkeep.state.tree import node_tag, placeholders, state_leaves, unflatten
 
 # Keys, and the objects that the state and the checkpoint both have.
@@ -589,7 +589,7 @@ class StateMatch:
         # Tensors of modules, and tensors outside of objects, must match exactly. Other objects may be empty, as a new
         # optimizer is. Numpy scalars are values and come back as they were saved.
         check_fillable(unwrap_states(state), reader.path)
-        given = state_leaves(unwrap_states(state), sharded=ranks.is_distributed)
+        given = state_leaves(unwrap_states(state), SkeletonWriter(sharded=ranks.is_distributed))
         self.saved_tensors = {
             name: SavedTensor(name, reader.leaf_specs[name].kind, entry) for name, entry in reader.entries.items()
         }
@@ -597,7 +597,8 @@ class StateMatch:
         self._saved = saved = rebuild(reader, self.skeleton, self.saved_tensors, as_given=self.saved_tensors)
         self.state = named_as_saved(state, saved, given)
         if self.state is not state:
-            state, given = self.state, state_leaves(unwrap_states(self.state), sharded=ranks.is_distributed)
+            state = self.state
+            given = state_leaves(unwrap_states(state), SkeletonWriter(sharded=ranks.is_distributed))
         self._given = given
         self._given_paths = {name: leaf.path for name, leaf in given.items()}
         paths = {tensor.name: path for path, tensor in paths_to(saved, SavedTensor)}

@@ -31,7 +31,6 @@ from tensorkeep.checkpoint.options import (
     read_settings,
     thread_count,
 )
-from tensorkeep.checkpoint.stateful import expand, for_rank
 from tensorkeep.errors import DestinationExistsError, PathLike, UnsupportedError, UsageError
 from tensorkeep.formats.base import FORMATS, StagedWrite, StepRecord, WriteSettings, check_saveable, format_by_suffix
 from tensorkeep.formats.native.writer import NativeOptions
@@ -40,6 +39,7 @@ from tensorkeep.ranks.group import ONE_RANK, Group, GroupCoordinator, RankCoordi
 from tensorkeep.ranks.merge import PREPARING, CollectiveWrite, merge_rank_states
 from tensorkeep.state import cuda
 from tensorkeep.state.leaf import Leaf, Source
+from tensorkeep.state.skeleton import ObjectWriter
 from tensorkeep.state.tree import Flat, flatten
 from tensorkeep.storage import storage_of
 from tensorkeep.storage.parallel import Progress
@@ -125,8 +125,7 @@ def default_format(path: PathLike) -> str:
 
 def flat_state(state: object, ranks: RankCoordinator = ONE_RANK) -> Flat[Leaf]:
     """Return a state, with state dicts for objects, that other threads may read now; raises as `flatten`."""
-    own, _ = for_rank(state, ranks)
-    flat = flatten(expand(own), sharded=ranks.is_distributed)
+    flat = flatten(state, ObjectWriter(ranks.rank if ranks.is_distributed else None))
     # Kernels of the caller may still be computing the tensors.
     cuda.wait_for_caller(flat.leaves.values())
     return flat

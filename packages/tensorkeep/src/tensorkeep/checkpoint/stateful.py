@@ -10,10 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from tensorkeep.errors import UnsupportedError, UnsupportedLeafError, UsageError
+from tensorkeep.errors import UnsupportedError
 from tensorkeep.ranks.group import RankCoordinator
-from tensorkeep.state.names import Key, KeyPath, display
-from tensorkeep.state.skeleton import check_depth, is_namedtuple, registered_name
+from tensorkeep.state.names import Key, KeyPath
+from tensorkeep.state.skeleton import (
+    PerRank,
+    check_depth,
+    is_namedtuple,
+    is_stateful,
+    misplaced,
+    needs_group,
+    registered_name,
+)
 
 
 def items(value: Any) -> list[tuple[Key, Any]] | None:
@@ -114,22 +122,12 @@ class StatefulObject:
 LoadObject = Callable[[KeyPath, StatefulObject, Any], None]
 
 
-def is_stateful(value: object) -> bool:
-    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
-    # The class of a stateful object has these methods, too.
-    return not isinstance(value, type) and all(map(callable, methods))
-
-
 def wrap_objects(state: Any, path: KeyPath = (), *, depth: int = 0) -> Any:
     """Replace every object by a `StatefulObject`. Raises UnsupportedLeafError if nested too deeply."""
     stateful = is_stateful(state)
     found = None if stateful else items(state)
     if isinstance(state, PerRank):
-        raise UnsupportedLeafError(
-            "PerRank in what the state_dict() of an object returns, or in a PerRank",
-            name=display(path),
-            remedy="wrap the object itself: PerRank(object)",
-        )
+        raise misplaced(path)
     if not stateful and found is None:
         return state
     check_depth(path, depth)
@@ -143,11 +141,6 @@ def unwrap_states(state: Any) -> Any:
         return unwrap_states(state.state)
     found = items(state)
     return state if found is None else with_items(state, {key: unwrap_states(item) for key, item in found})
-
-
-def expand(state: Any) -> Any:
-    """Replace every object by its ``state_dict()``; raises as `wrap_objects`."""
-    return unwrap_states(wrap_objects(state))
 
 
 def load_objects(state: Any, loaded: Any, load: LoadObject, path: KeyPath = ()) -> Any:
@@ -223,35 +216,11 @@ class RandomState:
             torch.cuda.set_rng_state_all(state["cuda"])
 
 
-class PerRank:
-    """A value of a state that each rank has its own of, such as random states; for saves and loads with ``group``.
-
-    In the checkpoint it is a dict with the values of all ranks, under ``"0"``, ``"1"``, ... A load into a state with
-    ``PerRank(value)`` gives each rank the value of its number. If fewer ranks have saved, the value of a rank that was
-    not among them is left as it is, with a `StateMismatchWarning`.
-
-    Examples
-    --------
-    >>> import tensorkeep
-    >>> from tensorkeep.distributed import PerRank
-    >>> state = {"random": PerRank(tensorkeep.RandomState())}
-    """
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        return f"PerRank({self.value!r})"
-
-
 def for_rank(state: Any, ranks: RankCoordinator) -> tuple[Any, dict[KeyPath, PerRank]]:
     """Replace every `PerRank` by {rank: value}; return both. UsageError if one process works alone."""
     found = dict(paths_to(state, PerRank))
     if found and not ranks.is_distributed:
-        raise UsageError(
-            f"the state has PerRank at {display(next(iter(found)))!r}, and no group was given",
-            remedy="give group=torch.distributed.group.WORLD, on all ranks",
-        )
+        raise needs_group(next(iter(found)))
     return with_values_at(state, {path: {str(ranks.rank): each.value} for path, each in found.items()}), found
 
 

@@ -7,14 +7,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tensorkeep.checkpoint.stateful import PerRank
     from tensorkeep.distributed.reader import DcpReader
     from tensorkeep.distributed.writer import DcpWriter
+    from tensorkeep.state.skeleton import PerRank
 
 _MODULES = {
     "DcpReader": "distributed.reader",
     "DcpWriter": "distributed.writer",
-    "PerRank": "checkpoint.stateful",
+    "PerRank": "state.skeleton",
 }
 
 __all__ = ["DcpReader", "DcpWriter", "PerRank"]

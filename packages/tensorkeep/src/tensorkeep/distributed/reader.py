@@ -198,15 +198,7 @@ class DcpReader(StorageReader):
 
     # No further arguments: DCP takes `**kwargs` as a sign that ranks have metadata of their own.
     def read_metadata(self) -> Metadata:
-        """Open the checkpoint and describe it for DCP's planner.
-
-        Raises
-        ------
-        NotFoundError, NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
-            If it cannot be opened.
-        UsageError
-            If no path was given.
-        """
+        """Open the checkpoint and describe it for DCP's planner; raises as `tensorkeep.open`."""
         if self._path is None:
             raise UsageError("no checkpoint is given", remedy="give DcpReader a path, or dcp.load a checkpoint_id")
         self._close()
@@ -228,12 +220,8 @@ class DcpReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what this rank's plan asks for.
 
-        Raises
-        ------
-        CorruptCheckpointError
-            If a byte is not what was written.
-        StateMismatchError
-            If a tensor has another dtype than the saved one; nothing has been read then.
+        Raises CorruptCheckpointError if a byte is not what was written, StateMismatchError before anything is read if a
+        tensor has another dtype than the saved one.
         """
         try:
             self._read(plan, planner)

@@ -317,13 +317,7 @@ class DcpWriter(StorageWriter):
             self._path = checked_path(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Store the rank; DCP calls this.
-
-        Raises
-        ------
-        UsageError
-            If no path was given, or ``use_collectives`` is False.
-        """
+        """Store the rank; UsageError if no path was given, or ``use_collectives`` is False. DCP calls this."""
         if self._path is None:
             raise UsageError("no path is given", remedy="give DcpWriter a path, or dcp.save a checkpoint_id")
         if not kwargs.get("use_collectives", True):
@@ -341,10 +335,7 @@ class DcpWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the folder that all ranks write into, and put it into their plans.
 
-        Raises
-        ------
-        DestinationExistsError, BusyError, StoreError
-            If the checkpoint may not be written there.
+        Raises DestinationExistsError, BusyError or StoreError if the checkpoint may not be written there.
         """
         assert self._path is not None
         self._begun = begun = BegunSave(Path(self._path), overwrite=self._request.write.overwrite)
@@ -356,12 +347,7 @@ class DcpWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the tensors and values of this rank's plan; return when they are durable.
 
-        Raises
-        ------
-        UnsupportedLeafError
-            If a value cannot be stored without a pickle.
-        StoreError
-            If the disk fails.
+        Raises UnsupportedLeafError if a value cannot be stored without a pickle, StoreError if the disk fails.
         """
         assert self._path is not None
         begun = self._begun
@@ -393,12 +379,8 @@ class DcpWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest and make the checkpoint visible, durably.
 
-        Raises
-        ------
-        RanksDisagreeError
-            If the ranks have a tensor of different dtypes.
-        DestinationExistsError, StoreError
-            If something has appeared at the path, or the disk fails.
+        Raises RanksDisagreeError if the ranks have a tensor of different dtypes, DestinationExistsError if something
+        has appeared at the path, StoreError if the disk fails.
         """
         begun, self._begun = self._begun, None
         assert begun is not None

@@ -102,6 +102,51 @@ def registered_class(name: str) -> type[Any]:
     return _CLASSES[name]
 
 
+# Objects that a save replaces by their states.
+
+
+def is_stateful(value: object) -> bool:
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    # The class of a stateful object has these methods, too.
+    return not isinstance(value, type) and all(map(callable, methods))
+
+
+class PerRank:
+    """A value of a state that each rank has its own of, such as random states; for saves and loads with ``group``.
+
+    In the checkpoint it is a dict with the values of all ranks, under ``"0"``, ``"1"``, ... A load into a state with
+    ``PerRank(value)`` gives each rank the value of its number. If fewer ranks have saved, the value of a rank that was
+    not among them is left as it is, with a `StateMismatchWarning`.
+
+    Examples
+    --------
+    >>> import tensorkeep
+    >>> from tensorkeep.distributed import PerRank
+    >>> state = {"random": PerRank(tensorkeep.RandomState())}
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+def needs_group(path: KeyPath) -> UsageError:
+    return UsageError(
+        f"the state has PerRank at {display(path)!r}, and no group was given",
+        remedy="give group=torch.distributed.group.WORLD, on all ranks",
+    )
+
+
+def misplaced(path: KeyPath) -> UnsupportedLeafError:
+    return UnsupportedLeafError(
+        "PerRank in what the state_dict() of an object returns, or in a PerRank",
+        name=display(path),
+        remedy="wrap the object itself: PerRank(object)",
+    )
+
+
 # Plain values as JSON without loss: every encoder beside its decoder. JSON numbers represent integers below 2**53 only,
 # since programs in other languages read larger ones as floats. The decoders take untrusted input and raise only
 # `ValueError`.
@@ -467,6 +512,9 @@ class SkeletonWriter:
         self.attributes: dict[str, list[str]] = {}
         self._sharded = sharded
 
+    def _object(self, value: Any, path: KeyPath) -> Any:
+        raise _unsupported(value, path)
+
     def _placeholder(self, value: Placeholder, path: KeyPath) -> dict[str, Any]:
         text = f"a placeholder of a value that could not be read cannot be saved: {value.what}"
         raise UnsupportedLeafError(text, name=display(path), remedy="leave it out, or put the value in its place")
@@ -477,6 +525,8 @@ class SkeletonWriter:
         encoder = _ENCODERS.get(type(value))
         if encoder is not None:
             return encoder(self, value, path)
+        if isinstance(value, PerRank) or is_stateful(value):
+            return self._object(value, path)
         leaf = (ShardedLeaf.of(display(path), value) if self._sharded else None) or Leaf.of(display(path), value)
         if leaf is not None:
             return self._leaf(leaf, value, path)
@@ -581,11 +631,34 @@ def _torch_node(value: Any) -> dict[str, Any] | None:
     return None
 
 
+class ObjectWriter(SkeletonWriter):
+    """Encodes a state with objects, by what their ``state_dict()`` returns, and with values of this rank."""
+
+    def __init__(self, rank: int | None = None) -> None:
+        super().__init__(sharded=rank is not None)
+        self._rank = rank
+        self._objects = 0  # around the value
+
+    def _object(self, value: Any, path: KeyPath) -> Any:
+        is_per_rank = isinstance(value, PerRank)
+        if is_per_rank and self._objects:
+            raise misplaced(path)
+        if is_per_rank and self._rank is None:
+            raise needs_group(path)
+        # An object may return itself.
+        check_depth(path, len(path) + self._objects)
+        state = {str(self._rank): value.value} if is_per_rank else value.state_dict()
+        self._objects += 1
+        node = self.encode(state, path)
+        self._objects -= 1
+        return node
+
+
 class ReplacingWriter(SkeletonWriter):
     """Encodes a state that a reader made from a file. A value that cannot be saved becomes a placeholder."""
 
-    def __init__(self, *, sharded: bool = False) -> None:
-        super().__init__(sharded=sharded)
+    def __init__(self) -> None:
+        super().__init__()
         self._around: dict[int, KeyPath] = {}
 
     def encode(self, value: Any, path: KeyPath) -> Any:

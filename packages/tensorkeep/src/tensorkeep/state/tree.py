@@ -10,7 +10,7 @@ from tensorkeep.placeholder import Placeholder
 from tensorkeep.state import names
 from tensorkeep.state.aliases import Alias, find_aliases
 from tensorkeep.state.leaf import LEAF_KINDS, Array, Leaf, Source
-from tensorkeep.state.skeleton import LeafSpec, ReplacingWriter, SkeletonReader, SkeletonWriter, StateLeaf, decode_key
+from tensorkeep.state.skeleton import LeafSpec, SkeletonReader, SkeletonWriter, StateLeaf, decode_key
 
 S_co = TypeVar("S_co", bound=Source, covariant=True)
 
@@ -23,15 +23,15 @@ class Flat(Generic[S_co]):
     parts: dict[str, tuple[str, str]]  # the part of every leaf, aliases included, and its name relative to the part
 
 
-def flatten(state: object, *, sharded: bool = False, placeholders: bool = False) -> Flat[Leaf]:
-    """Split a nested state into its skeleton and its leaves, without a copy; UnsupportedLeafError, or placeholders.
+def flatten(state: object, writer: SkeletonWriter | None = None) -> Flat[Leaf]:
+    """Split a nested state into its skeleton and its leaves, without a copy; ``writer`` decides what may be in it.
 
     >>> import numpy as np
     >>> flatten({"model": {"w": np.zeros((2, 3), np.float32)}, "step": 7}).skeleton
     {'dict': {'model': {'dict': {'w': {'ndarray': 'model.w'}}}, 'step': 7}}
     """
-    skeleton, writer = _encode(state, sharded=sharded, placeholders=placeholders)
-    found = writer.leaves
+    writer = writer or SkeletonWriter()
+    skeleton, found = _encode(state, writer)
     if writer.attributes:
         name, own = next(iter(writer.attributes.items()))
         others = f" and of {len(writer.attributes) - 1} other tensors" if len(writer.attributes) > 1 else ""
@@ -39,18 +39,18 @@ def flatten(state: object, *, sharded: bool = False, placeholders: bool = False)
         warn_caller(f"{text}; put them into the state")
     aliases = find_aliases([one.leaf for one in found])
     assigned = [one.leaf.name for one in found]
-    parts = names.assign_parts([one.path for one in found], assigned, is_dict=isinstance(state, dict))
+    is_dict = node_tag(skeleton) in (*_MAPPINGS, *_PAIRS)
+    parts = names.assign_parts([one.path for one in found], assigned, is_dict=is_dict)
     stored = {one.leaf.name: one.leaf for one in found if one.leaf.name not in aliases}
     return Flat(skeleton, stored, aliases, parts)
 
 
-def state_leaves(state: object, *, sharded: bool = False, placeholders: bool = False) -> dict[str, StateLeaf]:
+def state_leaves(state: object, writer: SkeletonWriter | None = None) -> dict[str, StateLeaf]:
     """Return every leaf by its name, also those that share another leaf's storage. Raises UnsupportedLeafError."""
-    return {one.leaf.name: one for one in _encode(state, sharded=sharded, placeholders=placeholders)[1].leaves}
+    return {one.leaf.name: one for one in _encode(state, writer or SkeletonWriter())[1]}
 
 
-def _encode(state: object, *, sharded: bool, placeholders: bool) -> tuple[object, SkeletonWriter]:
-    writer = (ReplacingWriter if placeholders else SkeletonWriter)(sharded=sharded)
+def _encode(state: object, writer: SkeletonWriter) -> tuple[object, list[StateLeaf]]:
     skeleton = writer.encode(state, ())
     assigned = names.assign_names([one.path for one in writer.leaves])
     taken: set[str] = set()
@@ -65,7 +65,7 @@ def _encode(state: object, *, sharded: bool, placeholders: bool) -> tuple[object
         taken.add(name)
         one.leaf.name = name
         one.node[one.leaf.kind] = name
-    return skeleton, writer
+    return skeleton, writer.leaves
 
 
 def unflatten(skeleton: object, values: Mapping[str, Array], *, as_is: Collection[str] = ()) -> Any:

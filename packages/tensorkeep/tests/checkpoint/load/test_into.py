@@ -30,13 +30,17 @@ from checkpoint.load.loaded_objects import (
 from faults.injection import flip_bit
 from tensorkeep import CheckpointManager, RandomState
 from tensorkeep.checkpoint.object_checks import unwrapped
-from tensorkeep.checkpoint.stateful import expand
+from tensorkeep.checkpoint.stateful import unwrap_states, wrap_objects
 from tensorkeep.testing.equality import same
 
 
 def saved(state: Any, path: Path) -> Path:
-    tensorkeep.save(expand(state), path / "saved")
+    tensorkeep.save(state, path / "saved")
     return path / "saved"
+
+
+def expand(state: Any) -> Any:
+    return unwrap_states(wrap_objects(state))
 
 
 def linear(value: float, width: int = 4) -> nn.Linear:
@@ -224,6 +228,8 @@ def test_an_object_that_contains_itself_and_a_class_are_refused(tmp_path: Path) 
 
     with pytest.raises(tensorkeep.UnsupportedLeafError, match="nested deeper than 128 levels"):
         expand({"endless": Endless(1)})
+    with pytest.raises(tensorkeep.UnsupportedLeafError, match="nested deeper than 128 levels"):
+        saved({"endless": Endless(1)}, tmp_path)
     with pytest.raises(tensorkeep.UnsupportedLeafError, match="a value of type type cannot be saved"):
         saved({"model": nn.Linear}, tmp_path)
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import tensorkeep
-from tensorkeep.checkpoint.stateful import expand
 from tensorkeep.testing.equality import same
 from tiers import exhaustive
 
@@ -66,7 +65,7 @@ def train(state: dict[str, Any], steps: int) -> None:
 
 
 def saved(state: Any, path: Path) -> Path:
-    tensorkeep.save(expand(state), path)
+    tensorkeep.save(state, path)
     return path
 
 

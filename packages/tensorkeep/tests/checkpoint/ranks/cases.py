@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import tensorkeep
-from tensorkeep.checkpoint.stateful import PerRank
+from tensorkeep.distributed import PerRank
 from tensorkeep.ranks import merge
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {

@@ -20,6 +20,7 @@ from tensorkeep.ranks.merge import (
     merge_tensors,
     own_pieces,
 )
+from tensorkeep.state.skeleton import SkeletonWriter
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.cases import case
 
@@ -83,7 +84,7 @@ def test_the_assignment_is_the_same_in_every_save() -> None:
 
 def test_own_pieces_are_views_of_the_memory_of_the_state() -> None:
     weight = torch.arange(12.0).reshape(6, 2)
-    flat = flatten({"w": weight, "step": torch.tensor(3)}, sharded=True)
+    flat = flatten({"w": weight, "step": torch.tensor(3)}, SkeletonWriter(sharded=True))
     shares = shares_of([RankOutline.of_state(flat)])[0]
     pieces = own_pieces(shares, flat.leaves)
     assert [(p.name, p.offsets, p.shape, p.whole) for p in pieces] == [

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import tensorkeep
 from ranks import outcomes, run_ranks
 from tensorkeep.checkpoint import ranges
-from tensorkeep.checkpoint.stateful import PerRank
+from tensorkeep.distributed import PerRank
 from tensorkeep.errors import BusyError
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.plan import Grid

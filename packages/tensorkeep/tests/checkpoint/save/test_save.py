@@ -119,9 +119,9 @@ def test_times_begin_at_the_call(tmp_path: Path, gate: Any, monkeypatch: pytest.
     """The state takes two seconds to read, and three to become visible."""
     now, real = [0.0], Commit.publish
 
-    def read(state: object, **options: Any) -> Any:
+    def read(state: object, *arguments: Any) -> Any:
         now[0] += 2
-        return flatten(state, **options)
+        return flatten(state, *arguments)
 
     def publish(commit: Commit, manifest: bytes) -> None:
         real(commit, manifest)  # waits for the gate

@@ -25,6 +25,7 @@ from tensorkeep.formats.torch_file.archive import DAMAGED, StorageCheck, TorchZi
 from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, Unpickled, count_values, load_untrusted
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import Leaf, allocate
+from tensorkeep.state.skeleton import ReplacingWriter
 from tensorkeep.state.tree import Flat, flatten, state_leaves
 from tensorkeep.storage import names_in, read_directory
 from tensorkeep.storage.base import Directory
@@ -246,10 +247,10 @@ class DcpFormatReader(Reader):
         except RecursionError as error:
             raise CorruptCheckpointError("is nested too deeply", path=self.path) from error
         with decoding(self.path):
-            flat = flatten(state, placeholders=True)
+            flat = flatten(state, ReplacingWriter())
         # Flattening assigns new names; the identity of a stand-in connects them with the keys of the metadata.
         names = {id(tensor): name for name, tensor in stand_ins.items()}
-        given = state_leaves(state, placeholders=True)
+        given = state_leaves(state, ReplacingWriter())
         self._keys = {name: names[id(leaf.value)] for name, leaf in given.items() if id(leaf.value) in names}
         self._unpickled = {name: leaf for name, leaf in flat.leaves.items() if name not in self._keys}
         entries = {name: metadata.tensors[key] for name, key in self._keys.items()}

@@ -32,6 +32,7 @@ from tensorkeep.formats.torch_file.archive import (
 from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, count_values, load_untrusted
 from tensorkeep.state.aliases import Alias
 from tensorkeep.state.names import DEFAULT_PART
+from tensorkeep.state.skeleton import ReplacingWriter
 from tensorkeep.state.tree import Flat, flatten
 from tensorkeep.storage import file_mode, first_bytes, names_in, open_file, read_directory
 from tensorkeep.storage.base import Directory
@@ -79,7 +80,7 @@ class TorchReader(Reader):
         with decoding(path):
             # Flattening visits containers as often as they are reached.
             count_values(found.state, SHARED_VALUES + 4 * archive.pickle_bytes)
-            flat = flatten(found.state, placeholders=True)
+            flat = flatten(found.state, ReplacingWriter())
         self._leaves = dict(flat.leaves)
         self._verify = settings.verify and archive.checksummed
         self._storages = self._find_storages()
