@@ -14,10 +14,9 @@ from tensorkeep.errors import CorruptCheckpointError, OutOfMemoryError
 from tensorkeep.formats.base import BLOCK_BYTES, Reader, thread_bytes
 from tensorkeep.formats.boxes import box_of
 from tensorkeep.machine import libc, memory_limit
-from tensorkeep.state import cuda
 from tensorkeep.state.aliases import make_view
 from tensorkeep.state.dtypes import DType
-from tensorkeep.state.leaf import Array, CastLeaf, Device, Leaf, LeafKind, allocate
+from tensorkeep.state.leaf import Array, CastLeaf, Device, Leaf, LeafKind, allocate, wait_for_caller, wait_for_copies
 from tensorkeep.state.sharded import ShardedLeaf, TensorShard, bytes_here, row_ranges
 from tensorkeep.storage import parallel
 from tensorkeep.storage.buffers import BufferPool, round_down, round_up
@@ -366,11 +365,11 @@ class CopyPlan:
 
     def read(self, threads: int, pool: BufferPool, progress: Progress | None) -> None:
         # Kernels that were queued by the caller may still use the old values.
-        cuda.wait_for_caller(self._memory.values())
+        wait_for_caller(self._memory.values())
         # The caller's memory has its pages already.
         untouched = self._memory.keys() - self._given.keys()
         read_all(self._reader, self._stored, threads=threads, pool=pool, untouched=untouched, progress=progress)
-        cuda.wait_for_copies(self._memory.values())
+        wait_for_copies(self._memory.values())
         for leaf in self._views:
             if isinstance(leaf, ShardedLeaf):
                 fill_from_view(self._reader, leaf.name, leaf.pieces(), pool)

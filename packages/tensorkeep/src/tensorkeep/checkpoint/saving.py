@@ -37,8 +37,7 @@ from tensorkeep.formats.native.writer import NativeOptions
 from tensorkeep.paths import as_path, checked_path
 from tensorkeep.ranks.group import ONE_RANK, Group, GroupCoordinator, RankCoordinator, ranks_of
 from tensorkeep.ranks.merge import PREPARING, CollectiveWrite, merge_rank_states
-from tensorkeep.state import cuda
-from tensorkeep.state.leaf import Leaf, Source
+from tensorkeep.state.leaf import Leaf, Source, on_cuda, wait_for_caller
 from tensorkeep.state.skeleton import ObjectWriter
 from tensorkeep.state.tree import Flat, flatten
 from tensorkeep.storage import storage_of
@@ -127,7 +126,7 @@ def flat_state(state: object, ranks: RankCoordinator = ONE_RANK) -> Flat[Leaf]:
     """Return a state, with state dicts for objects, that other threads may read now; raises as `flatten`."""
     flat = flatten(state, ObjectWriter(ranks.rank if ranks.is_distributed else None))
     # Kernels of the caller may still be computing the tensors.
-    cuda.wait_for_caller(flat.leaves.values())
+    wait_for_caller(flat.leaves.values())
     return flat
 
 
@@ -196,7 +195,7 @@ def _begin(
     fits = True
     if copy:
         needed = write.staging_bytes()
-        staging = memory.staging(needed, from_cuda=cuda.on_cuda(flat.leaves.values()))  # type: ignore[arg-type]
+        staging = memory.staging(needed, from_cuda=on_cuda(flat.leaves.values()))  # type: ignore[arg-type]
         write.prepare(staging)
         fits = needed <= staging.budget
     make_report = partial(

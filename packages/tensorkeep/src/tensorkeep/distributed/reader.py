@@ -29,8 +29,8 @@ from tensorkeep.formats.base import Reader
 from tensorkeep.formats.finding import open_reader
 from tensorkeep.paths import StorePath, as_path
 from tensorkeep.runs.address import checkpoint_path
-from tensorkeep.state import cuda
 from tensorkeep.state.dtypes import check_torch
+from tensorkeep.state.leaf import wait_for_caller, wait_for_copies
 from tensorkeep.state.sharded import TensorShard
 from tensorkeep.storage.buffers import DEFAULT_BUDGET, BufferPool
 
@@ -112,7 +112,7 @@ def _stand_in(reader: Reader, name: str) -> Any:
 def read_pieces(reader: Reader, pieces: Sequence[TensorShard], threads: int, pool: BufferPool) -> None:
     """Fill pieces from the stored tensors, in parallel; CorruptCheckpointError if a byte is not what was written."""
     # Kernels that the caller has queued may still use the target memory.
-    cuda.wait_for_caller(pieces)
+    wait_for_caller(pieces)
     stored: list[tuple[str, TensorShard]] = []
     views: list[TensorShard] = []
     for piece in pieces:
@@ -123,7 +123,7 @@ def read_pieces(reader: Reader, pieces: Sequence[TensorShard], threads: int, poo
         else:
             stored.append((piece.name if alias is None else alias.of, piece))
     read_all(reader, {}, boxes=stored, threads=threads, pool=pool)
-    cuda.wait_for_copies(pieces)
+    wait_for_copies(pieces)
     for piece in views:
         fill_from_view(reader, piece.name, [piece], pool)
 

@@ -28,9 +28,9 @@ from tensorkeep.formats.native.writer import ShardedWrite
 from tensorkeep.formats.path_items import nest
 from tensorkeep.paths import absolute, checked_path
 from tensorkeep.ranks.merge import FullTensor
-from tensorkeep.state import cuda, names
+from tensorkeep.state import names
 from tensorkeep.state.dtypes import BY_NAME, DType, check_torch
-from tensorkeep.state.leaf import Leaf
+from tensorkeep.state.leaf import Leaf, wait_for_caller
 from tensorkeep.state.names import KeyPath
 from tensorkeep.state.sharded import TensorShard
 from tensorkeep.state.skeleton import SkeletonWriter
@@ -396,7 +396,7 @@ class DcpWriter(StorageWriter):
     def _write(self, state: RankState, together: "_DcpRank") -> FormatResult:
         assert self._path is not None
         # Kernels that the caller has queued may still write to the tensors.
-        cuda.wait_for_caller(state.pieces)
+        wait_for_caller(state.pieces)
         memory = SaveMemory(self._budget)
         try:
             settings = replace(self._request.write, pool=memory.single_pool())

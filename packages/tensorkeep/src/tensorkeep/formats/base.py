@@ -23,9 +23,8 @@ from tensorkeep.formats.boxes import read_box
 from tensorkeep.paths import absolute
 from tensorkeep.plugins import Registry
 from tensorkeep.state.aliases import Alias
-from tensorkeep.state.cuda import side_stream
 from tensorkeep.state.dtypes import DType
-from tensorkeep.state.leaf import Leaf, Source
+from tensorkeep.state.leaf import Leaf, Source, side_stream
 from tensorkeep.state.skeleton import LeafSpec
 from tensorkeep.state.tree import Flat, leaf_specs
 from tensorkeep.storage import parallel

@@ -1,73 +1,20 @@
-"""CUDA streams of copies in other threads, and page-locked host memory."""
+"""Page-locked host memory, which a GPU copies to at the speed of its bus."""
 
 import logging
 import mmap
 import os
-import threading
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
-from tensorkeep.state.leaf import Leaf, Source
 from tensorkeep.units import format_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
 
-def wait_for_caller(leaves: Iterable[Leaf]) -> None:
-    """Wait for the caller's kernels on the leaves' devices; call it in the caller's thread."""
-    # Every thread has its own current stream. Inside ``with torch.cuda.stream(s)`` the caller's kernels run on ``s``,
-    # while the threads that gather and scatter copy on the default stream, which does not wait for ``s``.
-    for device in _cuda_devices(leaves):
-        import torch
-
-        torch.cuda.current_stream(device).synchronize()
-
-
-def wait_for_copies(leaves: Iterable[Leaf]) -> None:
-    for device in _cuda_devices(leaves):
-        import torch
-
-        # The threads that scatter copy on the default streams; each thread would otherwise have to wait itself.
-        torch.cuda.default_stream(device).synchronize()
-
-
-def on_cuda(leaves: Iterable[Leaf]) -> bool:
-    return bool(_cuda_devices(leaves))
-
-
-def side_stream(source: Source) -> AbstractContextManager[Any]:
-    """Let this thread copy a leaf on a stream of its own; call `wait_for_caller` before."""
-    if not isinstance(source, Leaf) or not source.is_torch or not source.array.is_cuda:
-        return nullcontext()
-    import torch
-
-    device = source.array.device
-    if device not in _side_streams.by_device:
-        _side_streams.by_device[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    # The copy does not wait for kernels queued later on the default stream, nor delay them.
-    return torch.cuda.stream(_side_streams.by_device[device])
-
-
-class _SideStreams(threading.local):
-    def __init__(self) -> None:
-        self.by_device: dict[torch.device, torch.cuda.Stream] = {}
-
-
-_side_streams = _SideStreams()
-
-
-def _cuda_devices(leaves: Iterable[Leaf]) -> "set[torch.device]":
-    return {leaf.array.device for leaf in leaves if leaf.is_torch and leaf.array.is_cuda}
-
-
 class CudaPageLock:
-    """Page-locks host memory by ``cudaHostRegister``, so that a GPU copies to it at the speed of its bus."""
+    """Page-locks host memory by ``cudaHostRegister``."""
 
     _PORTABLE = 1  # for all devices of the process, not only the current one
 

@@ -2,7 +2,9 @@
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -323,6 +325,56 @@ def allocate(kind: LeafKind, dtype: DType, shape: Sequence[int], *, device: Devi
     except (MemoryError, RuntimeError, ValueError) as error:
         size = format_bytes(math.prod(shape) * dtype.itemsize)
         raise OutOfMemoryError(f"cannot allocate {size} for a {dtype} of shape {tuple(shape)}: {error}") from error
+
+
+# The CUDA streams of copies in other threads.
+
+
+def wait_for_caller(leaves: Iterable[Leaf]) -> None:
+    """Wait for the caller's kernels on the leaves' devices; call it in the caller's thread."""
+    # Every thread has its own current stream. Inside ``with torch.cuda.stream(s)`` the caller's kernels run on ``s``,
+    # while the threads that gather and scatter copy on the default stream, which does not wait for ``s``.
+    for device in _cuda_devices(leaves):
+        import torch
+
+        torch.cuda.current_stream(device).synchronize()
+
+
+def wait_for_copies(leaves: Iterable[Leaf]) -> None:
+    for device in _cuda_devices(leaves):
+        import torch
+
+        # The threads that scatter copy on the default streams; each thread would otherwise have to wait itself.
+        torch.cuda.default_stream(device).synchronize()
+
+
+def on_cuda(leaves: Iterable[Leaf]) -> bool:
+    return bool(_cuda_devices(leaves))
+
+
+def side_stream(source: Source) -> AbstractContextManager[Any]:
+    """Let this thread copy a leaf on a stream of its own; call `wait_for_caller` before."""
+    if not isinstance(source, Leaf) or not source.is_torch or not source.array.is_cuda:
+        return nullcontext()
+    import torch
+
+    device = source.array.device
+    if device not in _side_streams.by_device:
+        _side_streams.by_device[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # The copy does not wait for kernels queued later on the default stream, nor delay them.
+    return torch.cuda.stream(_side_streams.by_device[device])
+
+
+class _SideStreams(threading.local):
+    def __init__(self) -> None:
+        self.by_device: dict[torch.device, torch.cuda.Stream] = {}
+
+
+_side_streams = _SideStreams()
+
+
+def _cuda_devices(leaves: Iterable[Leaf]) -> "set[torch.device]":
+    return {leaf.array.device for leaf in leaves if leaf.is_torch and leaf.array.is_cuda}
 
 
 # Converting the stored elements of a tensor while they are written into its memory.

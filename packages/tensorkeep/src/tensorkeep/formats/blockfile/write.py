@@ -20,7 +20,7 @@ from tensorkeep.formats.blockfile import header
 from tensorkeep.formats.blockfile.header import METADATA_KEY, Description, describe, describe_longest
 from tensorkeep.formats.blockfile.plan import Block, BlockKey, BlockRecord, FilePlan, tasks_of
 from tensorkeep.formats.checksummed_json import Hasher, digest, new_hasher
-from tensorkeep.state.cuda import side_stream
+from tensorkeep.state.leaf import side_stream
 from tensorkeep.storage import parallel, storage_of
 from tensorkeep.storage.base import OutputFile
 from tensorkeep.storage.buffers import ALIGNMENT, Buffer, BufferPool, aligned_copy, round_down, round_up
