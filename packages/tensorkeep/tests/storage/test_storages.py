@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PosixPath
 from typing import Any, Self
 
@@ -150,17 +150,8 @@ class MemoryStorage(Storage):
 
     def check_writable(self, path: Path) -> None: ...
 
-    def commit(
-        self,
-        destination: Path,
-        *,
-        directory: bool,
-        overwrite: bool,
-        replaceable: Callable[[Path], bool],
-        listed: Callable[[Path], Iterable[str]] = lambda path: (),
-        is_ours: Callable[[str], bool] = lambda name: True,
-    ) -> PendingCommit:
-        return MemoryCommit(self, destination, overwrite)
+    def commit(self, destination: Path, *, directory: bool, **options: Any) -> PendingCommit:
+        return MemoryCommit(self, destination, options["overwrite"])
 
 
 class TestLocalStorage(StorageSuite):

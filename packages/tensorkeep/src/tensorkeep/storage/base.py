@@ -10,14 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Protocol, Required, Self, TypedDict, Unpack
 
 import numpy as np
 
 from tensorkeep.closing import Closing
 from tensorkeep.errors import DestinationExistsError, UnsupportedError
 from tensorkeep.storage.buffers import Buffer, BufferPool
-from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.storage.direct_io import Bytes, OutputOptions
 from tensorkeep.storage.parallel import Cancellation
 
 MANIFEST_NAME = "manifest.json"
@@ -142,12 +142,20 @@ class OutputFile(Protocol):
         """Close the file, finished or not; a second call does nothing."""
 
 
+class CommitOptions(TypedDict, total=False):
+    overwrite: Required[bool]
+    # Whether an existing path is a checkpoint that may be replaced; may raise DestinationExistsError with a reason.
+    replaceable: Required[Callable[[Path], bool]]
+    # A storage without a rename removes the files of the replaced checkpoint one by one: the names that `listed`
+    # returns, and leftovers of failed saves if `is_ours` accepts the name.
+    listed: Callable[[Path], Iterable[str]]
+    is_ours: Callable[[str], bool]
+
+
 class PendingCommit(ABC):
     """A checkpoint that is being written: a context manager that removes it unless it was published.
 
-    ``path`` is the folder, or the file, to write to until ``destination`` becomes visible. ``replaceable`` returns
-    whether an existing path is a checkpoint that ``overwrite`` may replace, or raises DestinationExistsError with a
-    reason.
+    ``path`` is the folder, or the file, to write to until ``destination`` becomes visible.
     """
 
     save_id: str = ""
@@ -155,10 +163,10 @@ class PendingCommit(ABC):
     is_staged: ClassVar[bool] = True
     """Whether ``path`` is a place of this save alone, which becomes the destination by a rename."""
 
-    def __init__(self, destination: Path, *, overwrite: bool, replaceable: Callable[[Path], bool]) -> None:
+    def __init__(self, destination: Path, **options: Unpack[CommitOptions]) -> None:
         self.destination = self.path = destination
-        self.overwrite = overwrite
-        self._replaceable = replaceable
+        self.overwrite = options["overwrite"]
+        self._replaceable = options["replaceable"]
 
     def _check_replaceable(self) -> None:
         if not self.overwrite:
@@ -234,16 +242,9 @@ class Storage(ABC):
 
     @abstractmethod
     def create(
-        self,
-        path: Path,
-        pool: BufferPool,
-        cancellation: Cancellation,
-        *,
-        most_bytes: int,
-        direct: bool = True,
-        progress: Callable[[int], None] = lambda count: None,
+        self, path: Path, pool: BufferPool, cancellation: Cancellation, **options: Unpack[OutputOptions]
     ) -> OutputFile:
-        """Return a new file of at most ``most_bytes``. Each write calls ``progress`` with its ``counts``."""
+        """Return a new file."""
 
     def buffer_bytes(self, most_bytes: int) -> int:
         """Return the memory that a file of `create` takes besides the buffers of its writers."""
@@ -254,19 +255,5 @@ class Storage(ABC):
         """Raise UnsupportedError if nothing can be written to this kind of storage, UsageError for a bad path."""
 
     @abstractmethod
-    def commit(
-        self,
-        destination: Path,
-        *,
-        directory: bool,
-        overwrite: bool,
-        replaceable: Callable[[Path], bool],
-        listed: Callable[[Path], Iterable[str]] = lambda path: (),
-        is_ours: Callable[[str], bool] = lambda name: True,
-    ) -> PendingCommit:
-        """Return the commit of a checkpoint: of a directory with a manifest, or of one file.
-
-        ``replaceable`` returns whether an existing checkpoint may be replaced. A storage without a rename removes the
-        files of the replaced checkpoint one by one: the names that ``listed`` returns, and leftovers of failed saves
-        if ``is_ours`` accepts the name.
-        """
+    def commit(self, destination: Path, *, directory: bool, **options: Unpack[CommitOptions]) -> PendingCommit:
+        """Return the commit of a checkpoint: of a directory with a manifest, or of one file."""

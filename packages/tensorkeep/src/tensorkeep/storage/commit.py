@@ -14,10 +14,9 @@ import secrets
 import shutil
 import stat
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Self, Unpack
 
 import xxhash
 
@@ -25,7 +24,7 @@ from tensorkeep import machine
 from tensorkeep.errors import BusyError, DestinationExistsError, StoreError
 from tensorkeep.machine import libc
 from tensorkeep.paths import absolute
-from tensorkeep.storage.base import CHOOSE, MANIFEST_NAME, PendingCommit
+from tensorkeep.storage.base import CHOOSE, MANIFEST_NAME, CommitOptions, PendingCommit
 from tensorkeep.storage.clock import clock
 from tensorkeep.storage.direct_io import close, store_error, store_errors, sync_directory, write_small
 from tensorkeep.storage.parallel import reset_in_child
@@ -189,20 +188,14 @@ class Commit(PendingCommit):
     """
 
     def __init__(
-        self,
-        destination: Path,
-        *,
-        directory: bool,
-        overwrite: bool,
-        replaceable: Callable[[Path], bool],
-        adopt: Path | None = None,
+        self, destination: Path, *, directory: bool, adopt: Path | None = None, **options: Unpack[CommitOptions]
     ) -> None:
         # As the kernel resolves it; only the last component may be a symbolic link.
         if destination.name in ("", ".."):
             destination = absolute(destination, follow_links=True)
         else:
             destination = absolute(destination.parent, follow_links=True) / destination.name
-        super().__init__(destination, overwrite=overwrite, replaceable=replaceable)
+        super().__init__(destination, **options)
         self._directory = directory
         self._adopted = adopt
         self._checked: os.stat_result | None = None

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -65,15 +66,19 @@ def close(fd: int) -> None:
             raise  # a bug: the descriptor was closed before, and its number may belong to another file now
 
 
+class OutputOptions(TypedDict, total=False):
+    most_bytes: int
+    direct: bool  # whether the page cache is bypassed where this is possible; True by default
+    progress: Callable[[int], None]  # called by each write with its `counts`
+
+
 class DirectFile:
     """A new file that many threads write at once, at multiples of 4096 bytes. Raises StoreError."""
 
-    def __init__(
-        self, path: Path, *, direct: bool = True, progress: Callable[[int], None] = lambda count: None
-    ) -> None:
+    def __init__(self, path: Path, **options: Unpack[OutputOptions]) -> None:
         self.path = path
-        self._progress = progress
-        self.direct = direct
+        self._progress: Callable[[int], None] = options.get("progress", lambda count: None)
+        self.direct = options.get("direct", True)
         self._lock = threading.Lock()
         # O_EXCL: two saves that race must never write one file.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

@@ -6,17 +6,17 @@ import logging
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, NotFoundError, StoreError
 from tensorkeep.machine import libc
-from tensorkeep.storage.base import Directory, OutputFile, PendingCommit, SourceFile, Storage
+from tensorkeep.storage.base import CommitOptions, Directory, OutputFile, PendingCommit, SourceFile, Storage
 from tensorkeep.storage.buffers import ALIGNMENT, BufferPool, round_down, round_up
 from tensorkeep.storage.commit import Commit
-from tensorkeep.storage.direct_io import Bytes, DirectFile, close, store_error, transfers, write_small
+from tensorkeep.storage.direct_io import Bytes, DirectFile, OutputOptions, close, store_error, transfers, write_small
 from tensorkeep.storage.parallel import Cancellation
 
 logger = logging.getLogger(__name__)
@@ -270,28 +270,11 @@ class LocalStorage(Storage):
         write_small(path, content)
 
     def create(
-        self,
-        path: Path,
-        pool: BufferPool,
-        cancellation: Cancellation,
-        *,
-        most_bytes: int,
-        direct: bool = True,
-        progress: Callable[[int], None] = lambda count: None,
+        self, path: Path, pool: BufferPool, cancellation: Cancellation, **options: Unpack[OutputOptions]
     ) -> OutputFile:
-        return DirectFile(path, direct=direct, progress=progress)
+        return DirectFile(path, **options)
 
     def check_writable(self, path: Path) -> None: ...
 
-    def commit(
-        self,
-        destination: Path,
-        *,
-        directory: bool,
-        overwrite: bool,
-        replaceable: Callable[[Path], bool],
-        listed: Callable[[Path], Iterable[str]] = lambda path: (),
-        is_ours: Callable[[str], bool] = lambda name: True,
-    ) -> PendingCommit:
-        # The rename replaces whole directories: `listed` and `is_ours` are for storages without one.
-        return Commit(destination, directory=directory, overwrite=overwrite, replaceable=replaceable)
+    def commit(self, destination: Path, *, directory: bool, **options: Unpack[CommitOptions]) -> PendingCommit:
+        return Commit(destination, directory=directory, **options)

@@ -10,16 +10,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
-from typing import Self
+from typing import Self, Unpack
 
 import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, NotFoundError, StoreError, TensorkeepError, UnsupportedError
 from tensorkeep.paths import StorePath, check_url
 from tensorkeep.storage import store_requests
-from tensorkeep.storage.base import MANIFEST_NAME, WELL_KNOWN, Directory, OutputFile, PendingCommit, SourceFile, Storage
+from tensorkeep.storage.base import (
+    MANIFEST_NAME,
+    WELL_KNOWN,
+    CommitOptions,
+    Directory,
+    OutputFile,
+    PendingCommit,
+    SourceFile,
+    Storage,
+)
 from tensorkeep.storage.buffers import Buffer, BufferPool, round_up
-from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.storage.direct_io import Bytes, OutputOptions
 from tensorkeep.storage.parallel import POLL_SECONDS, Cancellation, Cancelled, start_thread
 from tensorkeep.storage.store_commit import StoreCommit, save_of
 
@@ -206,21 +215,15 @@ class Upload:
     direct = False
 
     def __init__(
-        self,
-        path: StorePath,
-        pool: BufferPool,
-        cancellation: Cancellation,
-        *,
-        most_bytes: int,
-        progress: Callable[[int], None] = lambda count: None,
+        self, path: StorePath, pool: BufferPool, cancellation: Cancellation, **options: Unpack[OutputOptions]
     ) -> None:
         self.path = path
-        self._part_bytes = part_bytes(most_bytes)
+        self._part_bytes = part_bytes(options["most_bytes"])
         self._pool = pool
         self._cancellation = cancellation
         self._pieces = _Pieces(cancellation)
         self._changed = self._pieces.changed
-        self._progress = progress
+        self._progress: Callable[[int], None] = options.get("progress", lambda count: None)
         self._next = 0  # the first byte that was not written
         self._sent = 0  # bytes; parts that overtook others are counted as if they had not
         self._counts: deque[tuple[int, int]] = deque()  # where the data of a `write` ends, and its count
@@ -500,16 +503,9 @@ class ObjectStorage(Storage):
         store_requests.put(_url(path), content)
 
     def create(
-        self,
-        path: Path,
-        pool: BufferPool,
-        cancellation: Cancellation,
-        *,
-        most_bytes: int,
-        direct: bool = True,
-        progress: Callable[[int], None] = lambda count: None,
+        self, path: Path, pool: BufferPool, cancellation: Cancellation, **options: Unpack[OutputOptions]
     ) -> OutputFile:
-        return Upload(_url(path), pool, cancellation, most_bytes=most_bytes, progress=progress)
+        return Upload(_url(path), pool, cancellation, **options)
 
     def buffer_bytes(self, most_bytes: int) -> int:
         return part_bytes(most_bytes)
@@ -522,22 +518,9 @@ class ObjectStorage(Storage):
                 f"{url.scheme}:// is only read from", path=path, remedy="save to s3://, gs://, az:// or a disk"
             )
 
-    def commit(
-        self,
-        destination: Path,
-        *,
-        directory: bool,
-        overwrite: bool,
-        replaceable: Callable[[Path], bool],
-        listed: Callable[[Path], Iterable[str]] = lambda path: (),
-        is_ours: Callable[[str], bool] = lambda name: True,
-    ) -> PendingCommit:
-        if not directory:
-            # A single object needs no manifest: its upload is the commit.
-            return ObjectCommit(destination, overwrite=overwrite, replaceable=replaceable)
-        return StoreCommit(
-            _url(destination), overwrite=overwrite, replaceable=replaceable, listed=listed, is_ours=is_ours
-        )
+    def commit(self, destination: Path, *, directory: bool, **options: Unpack[CommitOptions]) -> PendingCommit:
+        # A single object needs no manifest: its upload is the commit.
+        return StoreCommit(_url(destination), **options) if directory else ObjectCommit(destination, **options)
 
 
 def _url(path: Path) -> StorePath:

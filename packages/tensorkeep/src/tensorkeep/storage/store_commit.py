@@ -11,14 +11,14 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Self, Unpack
 
 import msgspec
 
 from tensorkeep.errors import DestinationExistsError, NotFoundError, StoreError, TensorkeepError
 from tensorkeep.paths import StorePath, endpoint, without_secrets
 from tensorkeep.storage import store_requests
-from tensorkeep.storage.base import MANIFEST_NAME, PendingCommit
+from tensorkeep.storage.base import MANIFEST_NAME, CommitOptions, PendingCommit
 from tensorkeep.storage.clock import clock
 from tensorkeep.storage.store_requests import unsafe_server
 from tensorkeep.structs import prepared
@@ -71,29 +71,20 @@ def put_tombstone(path: StorePath, manifest: bytes) -> StorePath:
 class StoreCommit(PendingCommit):
     """A checkpoint that is being written to a store: a context manager that removes it unless it was published.
 
-    ``path`` is the prefix of the new objects; `object_name` makes their names with ``save_id``. ``listed`` returns the
-    objects that the manifest at a path lists: the commit removes the objects of the replaced checkpoint, and the
-    objects of saves that failed a day ago if ``is_ours`` accepts the name. Other steps may share the objects of a step:
-    its old manifest becomes the tombstone, and `prune` removes what no step names.
+    ``path`` is the prefix of the new objects; `object_name` makes their names with ``save_id``. The commit removes the
+    objects of the replaced checkpoint, and objects of saves that failed a day ago. Other steps may share the objects of
+    a step: its old manifest becomes the tombstone, and `prune` removes what no step names.
     """
 
     is_staged = False
 
-    def __init__(
-        self,
-        destination: StorePath,
-        *,
-        overwrite: bool,
-        replaceable: Callable[[Path], bool],
-        listed: Callable[[Path], Iterable[str]] = lambda path: (),
-        is_ours: Callable[[str], bool] = lambda name: True,
-    ) -> None:
-        super().__init__(destination, overwrite=overwrite, replaceable=replaceable)
+    def __init__(self, destination: StorePath, **options: Unpack[CommitOptions]) -> None:
+        super().__init__(destination, **options)
         self._url = destination
         self.save_id = secrets.token_hex(8)
         self._manifest = destination / MANIFEST_NAME
-        self._listed = listed
-        self._is_ours = is_ours
+        self._listed: Callable[[Path], Iterable[str]] = options.get("listed", lambda path: ())
+        self._is_ours: Callable[[str], bool] = options.get("is_ours", lambda name: True)
         self._seen: store_requests.ObjectStatus | None = None
         self._old: bytes | None = None
         self._replaced: set[str] = set()
