@@ -17,6 +17,7 @@ from tensorkeep.pages.canvas import PALETTE, Canvas, Line, Text, log_ticks, text
 from tensorkeep_bench import wording
 from tensorkeep_bench.report import plots
 from tensorkeep_bench.report.html import report_page
+from tensorkeep_bench.report.images import png_file, svg_file
 from tensorkeep_bench.report.plots import Plot, draw_plots, shown_arms, wanted
 
 HOSTILE = '<script>alert("$x^2$")</script> & \' -- ]]> 東京'
@@ -43,7 +44,7 @@ def drawn(folder: Path) -> dict[str, Plot]:
 
 def words(canvas: Canvas) -> list[str]:
     """Return every text of a figure; parsing it also shows that it is well-formed."""
-    root = ElementTree.fromstring(canvas.file_svg("title"))
+    root = ElementTree.fromstring(svg_file(canvas, "title"))
     found = ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
     assert found[1:] == [shape.text for shape in canvas.shapes if isinstance(shape, Text)]
     return found[1:]
@@ -135,7 +136,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     for plot in found:
         for name in (HOSTILE[:22], FORMULA):
             assert any(text.startswith(name) for text in words(plot.canvas)), plot.name
-        assert "<script" not in plot.canvas.file_svg(HOSTILE) + plot.canvas.page_svg(HOSTILE)
+        assert "<script" not in svg_file(plot.canvas, HOSTILE) + plot.canvas.page_svg(HOSTILE)
     page = report_page(read(four(), tmp_path), found)
     assert page.count("<script") == 1
     assert "&lt;script&gt;alert" in page
@@ -156,9 +157,9 @@ def test_the_page_defines_the_colours_and_every_shape_lies_within_its_figure(tmp
 def test_a_file_has_a_title_and_a_white_ground(tmp_path: Path) -> None:
     """The page adds both."""
     plot = figures(documents.factorial(), tmp_path)["interactions"]
-    svg = plot.canvas.file_svg(plot.title)
+    svg = svg_file(plot.canvas, plot.title)
     assert plot.title in svg and "fill:#ffffff" in svg
-    image = Image.open(io.BytesIO(plot.canvas.png(plot.title)))
+    image = Image.open(io.BytesIO(png_file(plot.canvas, plot.title)))
     assert image.size == (2 * plot.canvas.width, 2 * (plot.canvas.height + 34))
     colours = {colour for _, colour in image.getcolors(1 << 20)}
     used = {PALETTE[name] for name in ("paper", "good", "ink")}

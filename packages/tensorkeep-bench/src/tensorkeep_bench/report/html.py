@@ -16,7 +16,6 @@ import msgspec
 
 from tensorkeep.ext import format_bytes, number
 from tensorkeep.ext.pages import (
-    GAIN_LEGEND,
     Chart,
     Curve,
     PageKind,
@@ -30,6 +29,7 @@ from tensorkeep.ext.pages import (
 )
 from tensorkeep.ext.storage import replace_file
 from tensorkeep_bench.report.bars import BAR_LEGEND, amount_bars, bars_note
+from tensorkeep_bench.report.images import GAIN_LEGEND, png_file, svg_file
 from tensorkeep_bench.report.measures import GIB, compared_arms, subject_and_machine, subject_name
 from tensorkeep_bench.report.plots import FILES_ONLY, NAME_LENGTH, Plot, draw_plots
 from tensorkeep_bench.report.sentences import (
@@ -200,8 +200,8 @@ def write_report(
     files: dict[Path, bytes] = {page: report_page(found, drawn).encode()}
     if plots is not None:
         for plot in drawn:
-            files[Path(plots) / f"{plot.name}.png"] = plot.canvas.png(plot.title)
-            files[Path(plots) / f"{plot.name}.svg"] = plot.canvas.file_svg(plot.title).encode()
+            files[Path(plots) / f"{plot.name}.png"] = png_file(plot.canvas, plot.title)
+            files[Path(plots) / f"{plot.name}.svg"] = svg_file(plot.canvas, plot.title).encode()
     if csv is not None:
         files[Path(csv) / "summary.csv"] = summary_csv(found).encode()
         files[Path(csv) / "samples.csv"] = samples_csv(found).encode()

@@ -7,7 +7,8 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from tensorkeep.ext import number
-from tensorkeep.ext.pages import Axis, Box, Canvas, Line, Point, Text, gain_colour, needs_log, text_width
+from tensorkeep.ext.pages import Axis, Box, Canvas, Line, Point, Text, text_width
+from tensorkeep_bench.report.images import gain_colour
 from tensorkeep_bench.report.measures import compared_arms, compared_measures, scale_of, subject_and_machine
 from tensorkeep_bench.report.tables import why_not_run
 from tensorkeep_bench.results import Arm, Effect, Interaction, Measure, Results, StackStep
@@ -16,6 +17,7 @@ from tensorkeep_bench.wording import FAR, NEAR, clipped, gain, percent
 
 FILES_ONLY = ("three-way", "comparison", "impact")  # plots that only repeat figures of the page
 WIDTH = 1060.0
+LOG_FROM = 20.0
 MOST_ARMS = 40
 NAME_LENGTH = 34
 _FEW = 3  # the published three-way comparison has three panels; for more arms, a fourth shows the improvement
@@ -641,6 +643,11 @@ def trade_off_axes(points: Sequence[TradeOff], up: Measure, across: Point, down:
     x = _padded_axis([point.x for point in points], across, from_zero=True)
     # An axis of losses does not start at 0: no loss is near it.
     return x, _padded_axis([point.y for point in points], down, from_zero=up.unit != "nats")
+
+
+def needs_log(values: Sequence[float]) -> bool:
+    # A linear axis would hide the small values.
+    return bool(values) and min(values) > 0 and max(values) / min(values) > LOG_FROM
 
 
 def _padded_axis(values: list[float], ends: Point, *, from_zero: bool) -> Axis:

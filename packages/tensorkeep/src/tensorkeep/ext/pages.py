@@ -1,16 +1,15 @@
 """Pages of HTML: tables, bars, curves, and how a page is written."""
 
 from tensorkeep.pages.canvas import (
-    GAIN_LEGEND,
+    PALETTE,
     SIZE,
     Axis,
     Box,
     Canvas,
     Line,
     Point,
+    Shape,
     Text,
-    gain_colour,
-    needs_log,
     text_width,
 )
 from tensorkeep.pages.curves import Chart, Curve, chart
@@ -18,7 +17,7 @@ from tensorkeep.pages.elements import Bars, ChartBar, ReportTable, TableEntry, f
 from tensorkeep.pages.rendering import PageKind, check_page, render_page
 
 __all__ = [
-    "GAIN_LEGEND",
+    "PALETTE",
     "SIZE",
     "Axis",
     "Bars",
@@ -31,13 +30,12 @@ __all__ = [
     "PageKind",
     "Point",
     "ReportTable",
+    "Shape",
     "TableEntry",
     "Text",
     "chart",
     "check_page",
     "facts_of",
-    "gain_colour",
-    "needs_log",
     "render_page",
     "text_width"
 ]  # fmt: skip

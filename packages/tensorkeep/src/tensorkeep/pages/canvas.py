@@ -1,15 +1,9 @@
-"""The drawing engine of all figures: boxes, lines and texts on a canvas, written as SVG and PNG."""
+"""The drawing engine of all figures: boxes, lines and texts on a canvas, in pixels, written as SVG."""
 
-import io
 import math
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from html import escape
-from typing import Any
-
-from tensorkeep.errors import import_extra
 
 # A shape names its colour. In the page a colour is a CSS variable, so that the figure follows the light or dark theme;
 # in a file it is this value, on white. The colours are from Okabe and Ito (2008); people with any colour vision can
@@ -40,13 +34,7 @@ PALETTE = {
     "better-4": "#00629b",
 }
 
-FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', sans-serif"
 SIZE = 12.0
-# Positions and sizes are pixels.
-TITLE_HEIGHT = 34
-_ANCHORS = {"start": "l", "middle": "m", "end": "r"}  # of Pillow, horizontally
-_PIXELS = 2  # of a PNG, for each pixel of the canvas
-_SUPERSAMPLED = 2
 
 Point = tuple[float, float]
 
@@ -66,14 +54,6 @@ class Box:
         title = f"<title>{escape(self.about)}</title>" if self.about else ""
         return f'<rect {place} style="fill:{colours[self.fill]}">{title}</rect>'
 
-    def paint(self, image: Any, scale: float, down: float) -> None:
-        top = (self.y + down) * scale
-        # Pillow counts the last pixel as a part of the rectangle.
-        corner = ((self.x + self.width) * scale - 1, top + self.height * scale - 1)
-        # Pillow draws a rectangle of no width as a line.
-        if self.width > 0 and self.height > 0:
-            image.rectangle([(self.x * scale, top), corner], fill=PALETTE[self.fill])
-
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -91,15 +71,6 @@ class Line:
         fill = colours[self.fill] if self.fill else "none"
         style = f"fill:{fill};stroke:{colours[self.stroke]};stroke-width:{self.width:g}"
         return f'<path {named}d="{path}" style="{style}"/>'
-
-    def paint(self, image: Any, scale: float, down: float) -> None:
-        points = [(x * scale, (y + down) * scale) for x, y in self.points]
-        # A line of width 0 would vanish.
-        width = max(1, round(self.width * scale))
-        if self.fill:
-            image.polygon(points, fill=PALETTE[self.fill])
-            points.append(points[0])  # the outline of a polygon is closed
-        image.line(points, fill=PALETTE[self.stroke], width=width, joint="curve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +91,6 @@ class Text:
         style += ";font-weight:600" * self.bold + ";font-style:italic" * self.italic
         anchor = "" if self.anchor == "start" else f' text-anchor="{self.anchor}"'
         return f'<text x="{_text(self.x)}" y="{_text(self.y)}"{anchor} style="{style}">{escape(self.text)}</text>'
-
-    def paint(self, image: Any, scale: float, down: float) -> None:
-        font, complete = _font(round(self.size * scale), self.bold, self.italic)
-        # Without a font of the system, Pillow has one for little more than ASCII.
-        text = self.text if complete else _ascii(self.text)
-        place, anchor = (self.x * scale, (self.y + down) * scale), f"{_ANCHORS[self.anchor]}s"
-        image.text(place, text, font=font, fill=PALETTE[self.colour], anchor=anchor)
 
 
 Shape = Box | Line | Text
@@ -149,35 +113,9 @@ class Canvas:
     def page_svg(self, label: str) -> str:
         colours = {name: f"var(--plot-{name})" for name in PALETTE}
         head = f'viewBox="0 0 {self.width:g} {self.height:g}" role="img" aria-label="{escape(label)}"'
-        return f"<svg {head}>{self._body(colours)}</svg>"
+        return f"<svg {head}>{self.body(colours)}</svg>"
 
-    def file_svg(self, title: str) -> str:
-        height = self.height + TITLE_HEIGHT
-        head = (
-            f'viewBox="0 0 {self.width:g} {height:g}" width="{self.width:g}" height="{height:g}" font-family="{FONT}"'
-        )
-        ground = Box(0, 0, self.width, height, "paper").svg(PALETTE)
-        body = f'<g transform="translate(0 {TITLE_HEIGHT})">{self._body(PALETTE)}</g>'
-        return f'<svg xmlns="http://www.w3.org/2000/svg" {head}>{ground}{_title(title).svg(PALETTE)}{body}</svg>\n'
-
-    def png(self, title: str) -> bytes:
-        """Return the PNG, with a title; MissingExtraError if Pillow is not installed."""
-        import_extra("PIL", "tensorkeep-bench", "plots as PNG need Pillow")
-        from PIL import Image, ImageDraw
-
-        width, height = round(self.width * _PIXELS), round((self.height + TITLE_HEIGHT) * _PIXELS)
-        large = Image.new("RGB", (width * _SUPERSAMPLED, height * _SUPERSAMPLED), PALETTE["paper"])
-        drawing = ImageDraw.Draw(large)
-        scale = float(_PIXELS * _SUPERSAMPLED)
-        _title(title).paint(drawing, scale, 0)
-        for shape in self.shapes:
-            shape.paint(drawing, scale, TITLE_HEIGHT)
-        content = io.BytesIO()
-        # Pillow does not smooth edges; the mean of smaller pixels does.
-        large.resize((width, height), Image.Resampling.BOX).save(content, "PNG")
-        return content.getvalue()
-
-    def _body(self, colours: dict[str, str]) -> str:
+    def body(self, colours: dict[str, str]) -> str:
         return "".join(shape.svg(colours) for shape in self.shapes)
 
 
@@ -191,31 +129,8 @@ _MARKS: dict[str, list[Point]] = {
 }
 
 
-def _title(title: str) -> Text:
-    return Text(8, 21, title, 14, bold=True)
-
-
 def _text(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
-
-
-@lru_cache(maxsize=64)
-def _font(size: int, bold: bool, italic: bool) -> tuple[Any, bool]:
-    """Return a font of Pillow, and whether it has more than ASCII."""
-    from PIL import ImageFont
-
-    style = "-Bold" if bold else "-Oblique" if italic else ""
-    for name in (f"DejaVuSans{style}.ttf", "DejaVuSans.ttf", "LiberationSans-Regular.ttf", "Arial.ttf"):
-        try:
-            return ImageFont.truetype(name, size), True
-        except OSError:
-            continue
-    return ImageFont.load_default(size), False
-
-
-def _ascii(text: str) -> str:
-    plain = text.replace("…", "...").replace("µ", "u").replace("±", "+-")
-    return unicodedata.normalize("NFKD", plain).encode("ascii", "ignore").decode()
 
 
 _NARROW, _WIDE = frozenset("ijl.,:;'|!I ftr()[]-"), frozenset("mwMW%@=+")
@@ -295,42 +210,8 @@ def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [step * 10.0**power for power in decades for step in (1, 2, 5) if low <= step * 10.0**power <= high]
 
 
-LOG_FROM = 20.0
-
-
-def needs_log(values: Sequence[float]) -> bool:
-    # A linear axis would hide the small values.
-    return bool(values) and min(values) > 0 and max(values) / min(values) > LOG_FROM
-
-
-# Colours of heat maps: gains have the same steps on both sides of 1 and in every map, so that twice as good and half as
-# good are equally strong. Amounts have one colour, stronger for larger ones.
-
-_LIMITS = (1.25, 2.0, 4.0)
-EVEN = "even"
-# Colours, and their meaning.
-GAIN_LEGEND = (
-    ("worse-4", "up to 0.25x"),
-    ("worse-3", "up to 0.5x"),
-    ("worse-2", "up to 0.8x"),
-    ("worse-1", "below 1x"),
-    (EVEN, "no difference shown"),
-    ("better-1", "above 1x"),
-    ("better-2", "from 1.25x"),
-    ("better-3", "from 2x"),
-    ("better-4", "from 4x"),
-)
-
+# Amounts have one colour, stronger for larger ones.
 _FAINTEST = 0.06
-
-
-def gain_colour(gain: float | None) -> str:
-    """Return the colour of a gain; `EVEN` for 1, and for None, where no difference is shown."""
-    if gain is None or gain <= 0 or gain == 1:
-        return EVEN
-    # A little more, because 1 / 0.8 is less than 1.25 in floating point.
-    size = max(gain, 1 / gain) * (1 + 1e-9)
-    return f"{'better' if gain > 1 else 'worse'}-{1 + sum(size >= limit for limit in _LIMITS)}"
 
 
 def amount_opacity(value: float, low: float, high: float, *, log: bool) -> float:

@@ -1,0 +1,115 @@
+"""Plots as files, in SVG and PNG, and the colours of gains."""
+
+import io
+import unicodedata
+from functools import lru_cache
+from typing import Any
+
+from tensorkeep.errors import import_extra
+from tensorkeep.ext.pages import PALETTE, Box, Canvas, Line, Shape, Text
+
+FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', sans-serif"
+# Positions and sizes are pixels.
+_TITLE_HEIGHT = 34
+_ANCHORS = {"start": "l", "middle": "m", "end": "r"}  # of Pillow, horizontally
+_PIXELS = 2  # of a PNG, for each pixel of the canvas
+_SUPERSAMPLED = 2
+
+# Gains have the same steps on both sides of 1 and in every map, so that twice as good and half as good are equally
+# strong.
+_LIMITS = (1.25, 2.0, 4.0)
+EVEN = "even"
+# Colours, and their meaning.
+GAIN_LEGEND = (
+    ("worse-4", "up to 0.25x"),
+    ("worse-3", "up to 0.5x"),
+    ("worse-2", "up to 0.8x"),
+    ("worse-1", "below 1x"),
+    (EVEN, "no difference shown"),
+    ("better-1", "above 1x"),
+    ("better-2", "from 1.25x"),
+    ("better-3", "from 2x"),
+    ("better-4", "from 4x"),
+)
+
+
+def gain_colour(gain: float | None) -> str:
+    """Return the colour of a gain; `EVEN` for 1, and for None, where no difference is shown."""
+    if gain is None or gain <= 0 or gain == 1:
+        return EVEN
+    # A little more, because 1 / 0.8 is less than 1.25 in floating point.
+    size = max(gain, 1 / gain) * (1 + 1e-9)
+    return f"{'better' if gain > 1 else 'worse'}-{1 + sum(size >= limit for limit in _LIMITS)}"
+
+
+def svg_file(canvas: Canvas, title: str) -> str:
+    height = canvas.height + _TITLE_HEIGHT
+    head = f'viewBox="0 0 {canvas.width:g} {height:g}" width="{canvas.width:g}" height="{height:g}"'
+    ground = Box(0, 0, canvas.width, height, "paper").svg(PALETTE)
+    body = f'<g transform="translate(0 {_TITLE_HEIGHT})">{canvas.body(PALETTE)}</g>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {head} font-family="{FONT}">'
+    return f"{head}{ground}{_title(title).svg(PALETTE)}{body}</svg>\n"
+
+
+def png_file(canvas: Canvas, title: str) -> bytes:
+    """Raises MissingExtraError if Pillow is not installed."""
+    import_extra("PIL", "tensorkeep-bench", "plots as PNG need Pillow")
+    from PIL import Image, ImageDraw
+
+    width, height = round(canvas.width * _PIXELS), round((canvas.height + _TITLE_HEIGHT) * _PIXELS)
+    large = Image.new("RGB", (width * _SUPERSAMPLED, height * _SUPERSAMPLED), PALETTE["paper"])
+    drawing = ImageDraw.Draw(large)
+    _paint(_title(title), drawing, 0)
+    for shape in canvas.shapes:
+        _paint(shape, drawing, _TITLE_HEIGHT)
+    content = io.BytesIO()
+    # Pillow does not smooth edges; the mean of smaller pixels does.
+    large.resize((width, height), Image.Resampling.BOX).save(content, "PNG")
+    return content.getvalue()
+
+
+def _title(title: str) -> Text:
+    return Text(8, 21, title, 14, bold=True)
+
+
+def _paint(shape: Shape, image: Any, down: float) -> None:
+    scale = float(_PIXELS * _SUPERSAMPLED)
+    if isinstance(shape, Box):
+        top = (shape.y + down) * scale
+        # Pillow counts the last pixel as a part of the rectangle.
+        corner = ((shape.x + shape.width) * scale - 1, top + shape.height * scale - 1)
+        # Pillow draws a rectangle of no width as a line.
+        if shape.width > 0 and shape.height > 0:
+            image.rectangle([(shape.x * scale, top), corner], fill=PALETTE[shape.fill])
+    elif isinstance(shape, Line):
+        points = [(x * scale, (y + down) * scale) for x, y in shape.points]
+        if shape.fill:
+            image.polygon(points, fill=PALETTE[shape.fill])
+            points.append(points[0])  # the outline of a polygon is closed
+        # A line of width 0 would vanish.
+        image.line(points, fill=PALETTE[shape.stroke], width=max(1, round(shape.width * scale)), joint="curve")
+    else:
+        font, complete = _font(round(shape.size * scale), shape.bold, shape.italic)
+        # Without a font of the system, Pillow has one for little more than ASCII.
+        text = shape.text if complete else _ascii(shape.text)
+        place, anchor = (shape.x * scale, (shape.y + down) * scale), f"{_ANCHORS[shape.anchor]}s"
+        image.text(place, text, font=font, fill=PALETTE[shape.colour], anchor=anchor)
+
+
+@lru_cache(maxsize=64)
+def _font(size: int, bold: bool, italic: bool) -> tuple[Any, bool]:
+    """Return a font of Pillow, and whether it has more than ASCII."""
+    from PIL import ImageFont
+
+    style = "-Bold" if bold else "-Oblique" if italic else ""
+    for name in (f"DejaVuSans{style}.ttf", "DejaVuSans.ttf", "LiberationSans-Regular.ttf", "Arial.ttf"):
+        try:
+            return ImageFont.truetype(name, size), True
+        except OSError:
+            continue
+    return ImageFont.load_default(size), False
+
+
+def _ascii(text: str) -> str:
+    plain = text.replace("…", "...").replace("µ", "u").replace("±", "+-")
+    return unicodedata.normalize("NFKD", plain).encode("ascii", "ignore").decode()
