@@ -183,7 +183,7 @@ def test_probabilities_are_those_of_the_definition(
         if reached < enough * (1 - 1e-9) and weights[token] > max(1e-290, least * (1 + 1e-6)):
             sure.add(token)
         reached += weights[token]
-    sampling = Sampling(temperature, top_k, top_p, min_p)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     probabilities, found = sampling.probabilities(torch.tensor([logits]))[0], set(support(sampling, logits))
     assert sure <= found <= possible
     assert probabilities.sum().item() == pytest.approx(1)
@@ -193,7 +193,7 @@ def test_probabilities_are_those_of_the_definition(
 
 def test_extreme_temperatures_do_not_overflow() -> None:
     for temperature in (5e-324, 1e-8, 1e8):
-        probabilities = Sampling(temperature).probabilities(torch.tensor([[3.0, 88.0, -1e30, 87.0]]))
+        probabilities = Sampling(temperature=temperature).probabilities(torch.tensor([[3.0, 88.0, -1e30, 87.0]]))
         assert probabilities.isfinite().all(), temperature
         assert probabilities.sum().item() == pytest.approx(1), temperature
         assert probabilities.argmax().item() == 1, temperature

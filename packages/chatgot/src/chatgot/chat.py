@@ -1,7 +1,8 @@
 """A conversation with a model: turns, their tokens, and the key-value cache that they share."""
 
 from collections.abc import Collection, Generator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from chatgot.data.tokenizers.base import Tokenizer
 from chatgot.data.tokenizers.chat import ChatTokenizer
@@ -21,42 +22,16 @@ class ChatSession:
 
     Parameters
     ----------
-    model : GPT
     tokenizer : Tokenizer
         The tokenizer of the run; it must have message tokens.
-    sampling : Sampling
-        How tokens are drawn.
     system : str, optional
         The message that comes first.
-    max_new_tokens : int
-        The largest number of tokens of an answer.
-    stop : collection of str
-        Stop texts: each ends an answer, and is left out.
+    max_new_tokens, stop
+        The largest number of tokens of an answer; texts that end an answer, and are left out.
     seed : int
         The seed of the first answer; each later answer takes the next seed.
 
-    Attributes
-    ----------
-    messages : list of dict of str to str
-        All messages so far, with ``"role"`` and ``"content"``.
-    left_out : int
-        Turns that are no longer in the context.
-
-    Raises
-    ------
-    UsageError
-        If the model was not trained on conversations, or the system message does not fit.
-
-    Examples
-    --------
-    >>> from chatgot.data.tokenizers.char import ByteTokenizer
-    >>> from chatgot.model.config import ModelConfig
-    >>> tokenizer = ChatTokenizer(ByteTokenizer(documents=True))
-    >>> model = GPT(ModelConfig(vocab_size=261, context_length=32, n_layers=1, n_heads=1, d_model=4))
-    >>> session = ChatSession(model, tokenizer, Sampling(), max_new_tokens=5)
-    >>> answer = "".join(session.answer("Hello!"))
-    >>> [message["role"] for message in session.messages], session.messages[1]["content"] == answer
-    (['user', 'assistant'], True)
+    Raises UsageError if the model was not trained on conversations, or the system message does not fit.
     """
 
     def __init__(
@@ -83,6 +58,7 @@ class ChatSession:
         self._stop = stop
         self._seed = seed
         self._cache = model.new_cache(1)
+        # Of all answers.
         self.tokens = 0
         self.reset()
 
@@ -93,6 +69,7 @@ class ChatSession:
             self.messages.append({"role": "system", "content": self._system})
             self._first = [*self._first, *self._tokenizer.message("system", self._system).tolist()]
         self._turns: list[list[int]] = []
+        # Turns that are no longer in the context.
         self.left_out = 0
         self._cache.clear()
 

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Meta
 from torch import Tensor
 from torch.nn import functional
 
@@ -15,6 +15,7 @@ from chatgot.model.attention import Cache
 from chatgot.model.gpt import GPT
 from chatgot.step.train_step import evaluating
 from tensorkeep.errors import UsageError
+from tensorkeep.ext import Count, NonNegative, Section
 
 # Token ids of one prompt, or of several prompts of equal length.
 Prompt = Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.integer] | Tensor
@@ -23,8 +24,7 @@ Prompt = Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.integer] | Ten
 OnToken = Callable[[list[int]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(Section, frozen=True):
     """How a token is drawn from logits.
 
     Parameters
@@ -41,7 +41,7 @@ class Sampling:
         al., arXiv 2407.01082).
     repetition_penalty : float
         Logits of tokens that the sequence has already, except stop tokens, are divided by this if they are positive,
-        else multiplied (Keskar et al., arXiv 1909.05858); from 0.01 to 100, 1 changes nothing.
+        else multiplied (Keskar et al., arXiv 1909.05858); 1 changes nothing.
     vocab_size : int, optional
         Draw from tokens below this only: the size of the tokenizer, if the vocabulary of the model is padded.
 
@@ -57,25 +57,12 @@ class Sampling:
     tensor([1])
     """
 
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-    vocab_size: int | None = None
-
-    def __post_init__(self) -> None:
-        finite = math.isfinite(self.temperature) and self.temperature >= 0
-        _require(finite, "temperature", self.temperature, "give 0, for the likeliest token, or a number above it")
-        _require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "give 1 or more, or leave it out")
-        fraction = self.top_p is None or 0 < self.top_p <= 1
-        _require(fraction, "top_p", self.top_p, "give a number above 0 and up to 1, or leave it out")
-        fraction = self.min_p is None or 0 <= self.min_p <= 1
-        _require(fraction, "min_p", self.min_p, "give a number from 0 to 1, or leave it out")
-        bounded, penalty = 0.01 <= self.repetition_penalty <= 100, self.repetition_penalty
-        _require(bounded, "repetition_penalty", penalty, "give 1, for none, or a number from 0.01 to 100")
-        positive = self.vocab_size is None or self.vocab_size >= 1
-        _require(positive, "vocab_size", self.vocab_size, "give 1 or more, or leave it out")
+    temperature: NonNegative = 1.0
+    top_k: Count | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    vocab_size: Count | None = None
 
     def choose(self, logits: Tensor, generator: torch.Generator, earlier: Tensor | None = None) -> Tensor:
         """Return one token, int64, for each row of logits, which are on the generator's device.
@@ -100,25 +87,13 @@ class Sampling:
         scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
             scaled[:, self.top_k :] = -math.inf
-        sorted_probabilities = scaled.softmax(dim=-1)
-        if self.top_p is not None:
-            sorted_probabilities = _nucleus(sorted_probabilities, self.top_p)
-        sorted_probabilities = _likely(sorted_probabilities, self.min_p)
+        sorted_probabilities = _likely(_nucleus(scaled.softmax(dim=-1), self.top_p), self.min_p)
         return torch.zeros_like(sorted_probabilities).scatter(-1, order, sorted_probabilities)
 
 
-class SamplingOptions(TypedDict, total=False):
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float
-    vocab_size: int | None
-
-
-def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+def _nucleus(probabilities: Tensor, top_p: float | None) -> Tensor:
     # Rounding may bring the sum to 1 before the last tokens.
-    if top_p == 1:
+    if top_p is None or top_p == 1:
         return probabilities
     # The sum before a token decides, so that the token that reaches top_p is kept, and at least one is.
     before = probabilities.cumsum(dim=-1).roll(1, -1)
@@ -142,11 +117,6 @@ def _penalised(logits: Tensor, earlier: Tensor, penalty: float) -> Tensor:
     return padded.scatter(-1, earlier, torch.where(known > 0, known / penalty, known * penalty))[:, :-1]
 
 
-def _require(valid: bool, name: str, value: object, remedy: str) -> None:
-    if not valid:
-        raise UsageError(f"{name} is {value}", remedy=remedy)
-
-
 def generate(
     model: GPT,
     prompt_ids: Prompt,
@@ -157,7 +127,7 @@ def generate(
     stop: int | Collection[int] | None = None,
     use_cache: bool = True,
     on_token: OnToken | None = None,
-    **options: Unpack[SamplingOptions],
+    **options: Any,
 ) -> Tensor:
     """Continue one prompt, or several prompts of equal length; `generate_stream` yields the tokens one by one.
 
@@ -203,16 +173,8 @@ def generate(
     torch.Size([7])
     """
     drawn: list[list[int]] = []
-    for tokens in generate_stream(
-        model,
-        prompt_ids,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        seed=seed,
-        stop=stop,
-        use_cache=use_cache,
-        **options,
-    ):
+    settings = {"sampling": sampling, "seed": seed, "stop": stop, "use_cache": use_cache, **options}
+    for tokens in generate_stream(model, prompt_ids, max_new_tokens=max_new_tokens, **settings):
         drawn.append(tokens)
         if on_token is not None:
             on_token(tokens)
@@ -233,7 +195,7 @@ def generate_stream(
     stop: int | Collection[int] | None = None,
     use_cache: bool = True,
     cache: Cache | None = None,
-    **options: Unpack[SamplingOptions],
+    **options: Any,
 ) -> Iterator[list[int]]:
     """Continue one prompt, or several prompts of equal length, token by token.
 
@@ -269,8 +231,10 @@ def generate_stream(
         sampling = Sampling(**options)
     elif options:
         raise UsageError(f"sampling and {', '.join(options)} are given", remedy="set them in sampling only")
-    _require(max_new_tokens >= 0, "max_new_tokens", max_new_tokens, "give 0 or more")
-    _require(0 <= seed < 2**64, "the seed", seed, "give a whole number from 0 to below 2**64")
+    if max_new_tokens < 0:
+        raise UsageError(f"max_new_tokens is {max_new_tokens}", remedy="give 0 or more")
+    if not 0 <= seed < 2**64:
+        raise UsageError(f"the seed is {seed}", remedy="give a whole number from 0 to below 2**64")
     prompt, stops = _checked_ids(prompt_ids, stop, model.config.vocab_size)
     length = prompt.shape[-1]
     # Allocated at its final length: new tokens are written in place.
@@ -291,6 +255,7 @@ def generate_stream(
         # A sequence that has ended repeats its stop token, until all have ended.
         return torch.where(ended, ids[:, position - 1].cpu(), drawn)
 
+    # A generator of its own: the arguments are checked when it is made.
     def stream() -> Iterator[list[int]]:
         ended = torch.zeros(len(ids), dtype=torch.bool)
         for position in range(length, ids.shape[1]):

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
+from msgspec.structs import replace
 
 from chatgot.data.tokenizers.base import prompt_ids
 from chatgot.generate import Sampling, generate_stream, until_stop
@@ -24,23 +25,23 @@ class GenerateOptions:
 
     Attributes
     ----------
-    tokens : int
+    tokens
         The most tokens to generate; in a conversation, the most tokens of an answer.
-    temperature : float
+    temperature
         0 always takes the most probable token; values above 1 flatten the distribution.
-    top_k : int or None
+    top_k
         Sample from this many of the most probable tokens only.
-    top_p : float or None
+    top_p
         Sample from the most probable tokens with this total probability only.
-    min_p : float or None
+    min_p
         Sample from the tokens that are at least this many times as probable as the most probable one.
-    repetition_penalty : float
+    repetition_penalty
         Make tokens that are in the text already less probable; 1 changes nothing, 1.1 is usual.
-    stop : list of str or None
+    stop
         End before this text; may be repeated.
-    seed : int
+    seed
         The seed of the sampling.
-    device : str
+    device
         The device of the model.
     """
 
@@ -59,7 +60,8 @@ class GenerateOptions:
 
     def sampling(self) -> Sampling:
         """Return the settings of sampling; UsageError if an option is out of range."""
-        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return Sampling(**{name: getattr(self, name) for name in names})
 
 
 DEFAULT_OPTIONS = GenerateOptions()

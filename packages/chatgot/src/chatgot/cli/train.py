@@ -40,6 +40,7 @@ from tensorkeep.errors import (
     OutOfMemoryError,
     UnsupportedError,
     UsageError,
+    first_line,
     is_out_of_memory,
 )
 from tensorkeep.ext import counted, format_bytes, format_seconds
@@ -153,9 +154,15 @@ def train(
     if lists.list_techniques:
         _list_techniques(output, words.get("loop.device", "auto"))
         return
-    words = {f"{TECHNIQUES}{each}": "on" for each in technique_names(technique)} | _with_source(
-        words, ",".join(data) if data else None
-    )
+    if data:
+        source = ",".join(data)
+        if words.get("data.source", source) != source:
+            raise UsageError(
+                f"--data is {source!r} and --data.source is {words['data.source']!r}, which is the same setting",
+                remedy="give only one",
+            )
+        words["data.source"] = source
+    words = {f"{TECHNIQUES}{each}": "on" for each in technique_names(technique)} | words
     training = _training(name, words, start, output)
     if lists.list_settings:
         settings = training.config.as_dict()
@@ -187,11 +194,7 @@ class _Training:
             for note in run.notes:
                 output.note(note)
             remedy = f"resume with: {resume_command(self.folder, processes=run.world.size)}"
-            with (
-                _listener(run, output) as shown,
-                _out_of_memory_remedy(self.folder),
-                _compiler_ended_by_signal(stop, remedy),
-            ):
+            with _listener(run, output) as shown, _errors_explained(self.folder, stop, remedy):
                 summary = run_loop(run, shown, stop=stop, profile=profile)
         if summary.reason == "stopped":
             raise Interrupted(f"stopped after step {summary.step}, which is saved", remedy=remedy)
@@ -223,12 +226,36 @@ def _training(recipe: str | None, words: dict[str, str], start: StartOptions, ou
     # `--branch --resume` branches at the first call, and resumes when it is repeated.
     resume = start.resume and (folder.exists() or start.branch is None)
     resumes = resume and folder.exists()
-    point = None if start.branch is None or resume else _branch_point(start.branch, start.out)
-    base = _base(recipe, folder, point, resume=resume)
+    point = initial = None
     if resumes:
-        _check_origin(folder, start.branch, start.init_from)
-    initial = None if start.init_from is None or resumes else _initial(start.init_from, start.branch)
-    if initial is not None:
+        _check_origin(folder, start)
+        base = current_config(folder.record())
+    elif start.branch is not None:
+        if start.out is None:
+            raise UsageError("a branch is a new run, and no --out is given", remedy="give its folder: --out NEW")
+        if start.init_from is not None:
+            raise UsageError(
+                "--branch and --init-from are both given",
+                remedy="give --branch to continue a run with its optimizer, or --init-from to take the weights only",
+            )
+        point = branch_point(start.branch)
+        base = point.config
+    elif recipe is not None:
+        base = get_recipe(recipe)
+    elif resume:
+        raise NotACheckpointError(
+            "contains no run to resume", path=folder.path, remedy="give the folder of the run as --out"
+        )
+    else:
+        raise UsageError("no recipe is given", remedy=f"recipes: {', '.join(RECIPES)}")
+    if recipe is not None and recipe != base.recipe:
+        raise UsageError(
+            f"is a run of {base.recipe!r}, not of {recipe!r}",
+            path=folder.path if point is None else point.folder.path,
+            remedy="leave the recipe out, or choose another --out",
+        )
+    if start.init_from is not None and not resumes:
+        initial = read_initial(start.init_from)
         base = base.changed(initial.model_settings(base))
     # By name, so that later steps know which settings the user chose.
     given = given_settings(words, file=Path(output.config) if output.config else None)
@@ -239,8 +266,10 @@ def _training(recipe: str | None, words: dict[str, str], start: StartOptions, ou
     if initial is not None:
         initial.check_source(config.data.source, given)
     if any(name.startswith("schedule.") for name in given) and (point is not None or resumes):
-        # A new schedule begins at the first step of its segment.
-        step = _last_step(folder, config) if point is None else point.step
+        # A new schedule begins at the first step of its segment. For the last step, not only the folder is asked: the
+        # object store of the run may have steps that the folder has lost.
+        last = None if point is not None else manager_of(folder, config).latest()
+        step = point.step if point is not None else 0 if last is None else last.number
         config = with_schedule_start(config, base, given, step)
     return _Training(config, folder, given, output, resume, point, initial)
 
@@ -278,11 +307,19 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _compiler_ended_by_signal(stop: Callable[[], bool], remedy: str) -> Iterator[None]:
-    """Raise Interrupted if Ctrl-C ended torch's compiler."""
+def _errors_explained(folder: RunFolder, stop: Callable[[], bool], remedy: str) -> Iterator[None]:
+    """Raise OutOfMemoryError where torch or Python ran out of memory; Interrupted if Ctrl-C ended torch's compiler."""
     try:
         yield
     except Exception as error:
+        if is_out_of_memory(error):
+            tune = f"tensorkeep tune training --run {shlex.quote(str(folder.path))} --memory SIZE"
+            raise OutOfMemoryError(
+                f"out of memory during training: {first_line(error)}",
+                path=folder.path,
+                remedy="start again with a smaller --loop.batch_size and a larger --loop.gradient_accumulation_steps; "
+                f"{tune} finds settings that fit",
+            ) from error
         reason: BaseException | None = error
         # The compiler is a process, which Ctrl-C in the terminal ends as well. Its error is recognised by name, because
         # importing the class would import the compiler.
@@ -295,23 +332,6 @@ def _compiler_ended_by_signal(stop: Callable[[], bool], remedy: str) -> Iterator
         raise Interrupted("stopped while torch compiled; nothing is saved of this step", remedy=remedy) from error
 
 
-@contextmanager
-def _out_of_memory_remedy(folder: RunFolder) -> Iterator[None]:
-    """Raise an OutOfMemoryError with a remedy for errors of torch or Python about memory."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        tune = f"tensorkeep tune training --run {shlex.quote(str(folder.path))} --memory SIZE"
-        raise OutOfMemoryError(
-            f"out of memory during training: {(str(error).splitlines() or ['out of memory'])[0]}",
-            path=folder.path,
-            remedy="start again with a smaller --loop.batch_size and a larger --loop.gradient_accumulation_steps; "
-            f"{tune} finds settings that fit",
-        ) from error
-
-
 def resume_command(folder: RunFolder, *, processes: int = 1) -> str:
     start = "tensorkeep" if processes == 1 else f"torchrun --nproc-per-node {processes} -m tensorkeep"
     return f"{start} train --out {shlex.quote(str(folder.path))} --resume"
@@ -322,43 +342,21 @@ def _options() -> list[str]:
     return [name for argument in arguments for name in argument.names if name.startswith("--")]
 
 
-def _with_source(words: dict[str, str], data: str | None) -> dict[str, str]:
-    if data is None:
-        return words
-    if words.get("data.source", data) != data:
-        raise UsageError(
-            f"--data is {data!r} and --data.source is {words['data.source']!r}, which is the same setting",
-            remedy="give only one",
-        )
-    return {**words, "data.source": data}
-
-
-def _branch_point(address: str, out: Path | None) -> BranchPoint:
-    if out is None:
-        raise UsageError("a branch is a new run, and no --out is given", remedy="give its folder: --out NEW")
-    return branch_point(address)
-
-
-def _check_origin(folder: RunFolder, branch: str | None, init_from: str | None) -> None:
+def _check_origin(folder: RunFolder, start: StartOptions) -> None:
     """Raise UsageError if ``--branch`` or ``--init-from`` contradict the run's record."""
-    if not folder.exists():
-        return
-    origin, initial = folder.record().origin, folder.record().initial
-    began = "began with new weights"
+    origin, initial, began = folder.record().origin, folder.record().initial, "began with new weights"
     if origin is not None:
         began = f"is a branch of {origin.run}@{origin.step}"
     elif initial is not None:
         began = f"began with the weights of {initial.path}" + ("" if initial.step is None else f"@{initial.step}")
-    known: dict[str, tuple[str, int | None] | None] = {
-        "branch": None if origin is None else (origin.run, origin.step),
-        "init-from": None if initial is None else (initial.path, initial.step),
-    }
     # The same command line may start a run and resume it, so that both options can be given again.
-    for option, address in (("branch", branch), ("init-from", init_from)):
+    for option, address, found in (
+        ("branch", start.branch, origin and (origin.run, origin.step)),
+        ("init-from", start.init_from, initial and (initial.path, initial.step)),
+    ):
         if address is None:
             continue
         place, step = split_address(address)
-        found = known[option]
         same = found is not None and os.path.abspath(found[0]) == os.path.abspath(place)
         # RUN@best and RUN@latest fit any step, because they name other steps later.
         if not same or (step is not None and step.isdecimal() and found is not None and int(step) != found[1]):
@@ -367,40 +365,6 @@ def _check_origin(folder: RunFolder, branch: str | None, init_from: str | None) 
                 path=folder.path,
                 remedy=f"leave --{option} out to resume the run, or give another --out",
             )
-
-
-def _last_step(folder: RunFolder, config: Config) -> int:
-    # Not from the folder alone: the object store of the run may have steps that the folder has lost.
-    last = manager_of(folder, config).latest()
-    return 0 if last is None else last.number
-
-
-def _initial(address: str, branch: str | None) -> InitialWeights:
-    if branch is not None:
-        raise UsageError(
-            "--branch and --init-from are both given",
-            remedy="give --branch to continue a run with its optimizer, or --init-from to take the weights only",
-        )
-    return read_initial(address)
-
-
-def _base(recipe: str | None, folder: RunFolder, point: BranchPoint | None, *, resume: bool) -> Config:
-    if point is not None or (resume and folder.exists()):
-        config = current_config(folder.record()) if point is None else point.config
-        if recipe is not None and recipe != config.recipe:
-            raise UsageError(
-                f"is a run of {config.recipe!r}, not of {recipe!r}",
-                path=folder.path if point is None else point.folder.path,
-                remedy="leave the recipe out, or choose another --out",
-            )
-        return config
-    if recipe is None and resume:
-        raise NotACheckpointError(
-            "contains no run to resume", path=folder.path, remedy="give the folder of the run as --out"
-        )
-    if recipe is None:
-        raise UsageError("no recipe is given", remedy=f"recipes: {', '.join(RECIPES)}")
-    return get_recipe(recipe)
 
 
 def _print_start(run: OpenRun, output: Output) -> None:
@@ -429,7 +393,7 @@ class ProgressLines:
                 return
             # A monotonic clock: the time of day may be changed while a run lasts days.
             self._due = now + _SECONDS_BETWEEN
-        print(event_line(step, self._steps, kind, values), file=sys.stderr)
+        print(_event_line(step, self._steps, kind, values), file=sys.stderr)
 
 
 class ProgressBar:
@@ -441,7 +405,7 @@ class ProgressBar:
         if kind == "train":
             self._bar.update(_in_words(kind, values), completed=step)
         else:
-            self._bar.print(event_line(step, self._steps, kind, values))
+            self._bar.print(_event_line(step, self._steps, kind, values))
 
 
 @contextmanager
@@ -456,7 +420,7 @@ def _listener(run: OpenRun, output: Output) -> Iterator[EventListener]:
             yield ProgressBar(steps, bar)
 
 
-def event_line(step: int, steps: int, kind: str, values: dict[str, Any]) -> str:
+def _event_line(step: int, steps: int, kind: str, values: dict[str, Any]) -> str:
     return f"step {step:>{len(str(steps))}}/{steps}  {_in_words(kind, values)}"
 
 
@@ -464,8 +428,11 @@ def _in_words(kind: str, values: dict[str, Any]) -> str:
     match kind:
         case "train":
             # The first step is not timed.
-            timed = "tokens_per_second" in values
-            speed = f"  {values['tokens_per_second']:,.0f} tokens/s  {_mfu(values)}" if timed else ""
+            speed = ""
+            if "tokens_per_second" in values:
+                of_data_sheet = values.get("mfu_of_data_sheet")
+                peak = "" if of_data_sheet is None else f" ({of_data_sheet:.0%} of data sheet)"
+                speed = f"  {values['tokens_per_second']:,.0f} tokens/s  MFU {values['mfu']:.0%}{peak}"
             return f"loss {values['loss']:.4f}{speed}  {format_bytes(values['peak_memory_bytes'])}"
         case "evaluate":
             return f"validation loss {values[METRIC]:.4f} (best {values['best']:.4f})"
@@ -485,12 +452,6 @@ def _in_words(kind: str, values: dict[str, Any]) -> str:
         case _:
             # A new kind of event needs a text here.
             raise AssertionError(kind)
-
-
-def _mfu(values: Mapping[str, Any]) -> str:
-    """Return the model FLOPs utilisation of the measured peak, and of the data sheet's peak if it is known."""
-    of_data_sheet = values.get("mfu_of_data_sheet")
-    return f"MFU {values['mfu']:.0%}" + ("" if of_data_sheet is None else f" ({of_data_sheet:.0%} of data sheet)")
 
 
 def _suggestion(rate: float | None) -> str:
@@ -521,21 +482,16 @@ def print_summary(run: OpenRun, summary: TrainingSummary) -> None:
         rows.append(("range test", _suggestion(summary.suggested_learning_rate)))
     if summary.steps:
         rows += _cost(summary)
-        if run.config.eval.batches is None and _evaluates_long(summary):
+        evaluating, total = summary.seconds.get("evaluate", 0.0), sum(summary.seconds.values())
+        if run.config.eval.batches is None and evaluating > max(_LONG_SECONDS, total / 2):
             tokens = max(1, run.validation.targets // 10)
             rows.append(("advice", f"evaluate fewer tokens, such as --eval.tokens {tokens}"))
     rows.append(("run", str(run.folder.path)))
     Table(("", ""), rows).show()
+    folder = shlex.quote(str(run.folder.path))
+    following = f"generate {folder} --prompt TEXT" if run.dataset.chat_tokenizer is None else f"chat {folder}"
     # Not wrapped, so that it can be copied.
-    folder, talks = shlex.quote(str(run.folder.path)), run.dataset.chat_tokenizer is not None
-    print(
-        printable(f"next: tensorkeep chat {folder}" if talks else f"next: tensorkeep generate {folder} --prompt TEXT")
-    )
-
-
-def _evaluates_long(summary: TrainingSummary) -> bool:
-    evaluating = summary.seconds.get("evaluate", 0.0)
-    return evaluating > max(_LONG_SECONDS, sum(summary.seconds.values()) / 2)
+    print(printable(f"next: tensorkeep {following}"))
 
 
 def _cost(summary: TrainingSummary) -> list[tuple[str, str]]:
@@ -579,11 +535,8 @@ def _list_techniques(output: Output, device: str) -> None:
     found = [described(name, Machine(chosen_device(device))) for name in TECHNIQUE_CLASSES.names()]
 
     def text() -> None:
-        for title, shown in (
-            ("Can run here", [each for each in found if each["missing"] is None]),
-            ("Cannot run here", [each for each in found if each["missing"] is not None]),
-        ):
-            if shown:
+        for title, can_run in (("Can run here", True), ("Cannot run here", False)):
+            if shown := [each for each in found if (each["missing"] is None) is can_run]:
                 print(f"{title}\n")
                 for each in shown:
                     print_technique(each)

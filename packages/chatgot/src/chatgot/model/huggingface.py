@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 import torch
+from msgspec import field
 from torch import Tensor
 
 from chatgot.model.config import ModelConfig
@@ -38,12 +39,6 @@ _LLAMA_BLOCK = (
     ("mlp.down_proj", "mlp.down"),
 )
 _GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-_ROPE = {
-    "factor": "factor",
-    "low_freq_factor": "low_frequency_factor",
-    "high_freq_factor": "high_frequency_factor",
-    "original_max_position_embeddings": "original_context_length",
-}
 # A message names this many tensors: a wrong file has hundreds.
 _MOST_NAMED = 5
 
@@ -108,9 +103,9 @@ class Architecture:
 
     def obstacles(self, config: ModelConfig) -> list[str]:
         return [
-            f"{field}={' or '.join(map(repr, allowed))} (it is {getattr(config, field)!r})"
-            for field, allowed in self.needs.items()
-            if getattr(config, field) not in allowed
+            f"{name}={' or '.join(map(repr, allowed))} (it is {getattr(config, name)!r})"
+            for name, allowed in self.needs.items()
+            if getattr(config, name) not in allowed
         ]
 
     def tensors(self, state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -235,46 +230,47 @@ _Layers = Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 
 
-class _GPT2(msgspec.Struct, frozen=True):
+# Settings by their names in `ModelConfig`; `name` is the name in `config.json`.
+class _GPT2(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: _Size
-    n_layer: _Layers
-    n_head: _Size
-    n_embd: _Size
-    n_positions: _Size | None = None
+    n_layers: _Layers = field(name="n_layer")
+    n_heads: _Size = field(name="n_head")
+    d_model: _Size = field(name="n_embd")
+    context_length: _Size | None = field(name="n_positions", default=None)
     n_ctx: _Size | None = None  # the name in old files
-    n_inner: _Size | None = None
-    activation_function: str = "gelu_new"
-    layer_norm_epsilon: Positive = 1e-5
-    tie_word_embeddings: bool = True
-    initializer_range: Positive = 0.02
+    d_ff: _Size | None = field(name="n_inner", default=None)
+    activation: str = field(name="activation_function", default="gelu_new")
+    norm_eps: Positive = field(name="layer_norm_epsilon", default=1e-5)
+    tied: bool = field(name="tie_word_embeddings", default=True)
+    init_std: Positive = field(name="initializer_range", default=0.02)
 
 
-class _Llama(msgspec.Struct, frozen=True):
+class _Llama(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: _Size
-    max_position_embeddings: _Size
-    num_hidden_layers: _Layers
-    num_attention_heads: _Size
-    hidden_size: _Size
-    intermediate_size: _Size
+    context_length: _Size = field(name="max_position_embeddings")
+    n_layers: _Layers = field(name="num_hidden_layers")
+    n_heads: _Size = field(name="num_attention_heads")
+    d_model: _Size = field(name="hidden_size")
+    d_ff: _Size = field(name="intermediate_size")
     head_dim: _Size | None = None
-    num_key_value_heads: _Size | None = None
-    attention_bias: bool = False
+    kv_heads: _Size | None = field(name="num_key_value_heads", default=None)
+    bias: bool = field(name="attention_bias", default=False)
     use_sliding_window: bool = True
     sliding_window: _Size | None = None
-    rope_theta: Positive = 10000.0
+    rope_base: Positive = field(name="rope_theta", default=10000.0)
     rope_parameters: dict[str, Any] | None = None  # of transformers 5
-    rope_scaling: dict[str, Any] | None = None  # of earlier versions
-    rms_norm_eps: Positive = 1e-6
-    tie_word_embeddings: bool = False
-    initializer_range: Positive = 0.02
+    old_rope_parameters: dict[str, Any] | None = field(name="rope_scaling", default=None)  # of earlier versions
+    norm_eps: Positive = field(name="rms_norm_eps", default=1e-6)
+    tied: bool = field(name="tie_word_embeddings", default=False)
+    init_std: Positive = field(name="initializer_range", default=0.02)
 
 
 class _Rope(msgspec.Struct, frozen=True):
-    rope_theta: Positive | None = None
+    base: Positive | None = field(name="rope_theta", default=None)
     factor: Positive | None = None
-    low_freq_factor: Positive | None = None
-    high_freq_factor: Positive | None = None
-    original_max_position_embeddings: _Size | None = None
+    low_frequency_factor: Positive | None = field(name="low_freq_factor", default=None)
+    high_frequency_factor: Positive | None = field(name="high_freq_factor", default=None)
+    original_context_length: _Size | None = field(name="original_max_position_embeddings", default=None)
 
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -300,9 +296,9 @@ def read_model_config(document: Document) -> ModelConfig:
 
 def _settings(document: Document, kind: type[S], prefix: str = "") -> S:
     """Return the settings of a class; CorruptCheckpointError names a setting that is missing or of another type."""
-    for field in msgspec.structs.fields(kind):
-        if field.required and field.name not in document:
-            raise CorruptCheckpointError(f"config.json has no {prefix + field.name!r}")
+    for each in msgspec.structs.fields(kind):
+        if each.required and each.encode_name not in document:
+            raise CorruptCheckpointError(f"config.json has no {prefix + each.encode_name!r}")
     try:
         return msgspec.convert(document, prepared(kind))
     except msgspec.ValidationError as error:
@@ -328,16 +324,15 @@ def convert_weights(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
     missing: list[str] = []
     unequal: list[str] = []
     for ours, theirs, transposed in family.names(config):
-        if absent := [name for name in theirs if name not in found]:
-            missing += absent
-            continue
-        parts = [found[name] for name in theirs]
+        parts = [found[name] for name in theirs if name in found]
+        if len(parts) < len(theirs):
+            missing += [name for name in theirs if name not in found]
         # `cat` needs equal columns; a scalar has no dimension to join.
-        if len({part.shape[1:] for part in parts}) > 1 or not all(part.ndim for part in parts):
+        elif len({part.shape[1:] for part in parts}) > 1 or not all(part.ndim for part in parts):
             unequal += [f"{name} {[*found[name].shape]}" for name in theirs]
-            continue
-        joined = torch.cat(parts) if len(parts) > 1 else parts[0]
-        read[ours] = (joined.T if transposed and joined.ndim == 2 else joined).float().contiguous()
+        else:
+            joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+            read[ours] = (joined.T if transposed and joined.ndim == 2 else joined).float().contiguous()
     used = {name for _, theirs, _ in family.names(config) for name in theirs}
     # A file may store a tied head beside the embedding.
     extra = found.keys() - used - ({"lm_head.weight"} if config.tied else set())
@@ -400,66 +395,44 @@ def _gpt2(document: Document) -> dict[str, Any]:
         },
     )
     found = _settings(document, _GPT2)
-    context = found.n_positions or found.n_ctx
+    context = found.context_length or found.n_ctx
     if context is None:
         raise CorruptCheckpointError("config.json has no 'n_positions'")
     _check_multiple(document, "n_embd", "n_head")
-    return {
-        "vocab_size": found.vocab_size,
-        "context_length": context,
-        "n_layers": found.n_layer,
-        "n_heads": found.n_head,
-        "d_model": found.n_embd,
-        "d_ff": found.n_inner,
-        "norm_eps": found.layer_norm_epsilon,
-        "activation": _GPT2_ACTIVATIONS[found.activation_function],
-        "bias": True,
-        "tied": found.tie_word_embeddings,
-        "init_std": found.initializer_range,
-    }
+    activation = _GPT2_ACTIVATIONS[found.activation]
+    return {**_of_model(found), "context_length": context, "activation": activation, "bias": True}
 
 
 def _llama(document: Document) -> dict[str, Any]:
     found = _settings(document, _Llama)
-    heads, window = found.num_attention_heads, found.sliding_window
+    window = found.sliding_window
     # A sliding window as long as the context hides nothing.
-    whole = not found.use_sliding_window or window is None or window >= found.max_position_embeddings
+    whole = not found.use_sliding_window or window is None or window >= found.context_length
     _refuse(
         document,
         {
             "hidden_act": ("silu",),
             # `bias` here is one setting for both, so they must be equal there.
-            "mlp_bias": (found.attention_bias,),
+            "mlp_bias": (found.bias,),
             "attention_bias": (document.get("mlp_bias", False),),
             "partial_rotary_factor": (None, 1),
             "sliding_window": (window if whole else None,),
-            "layer_types": (None, ["full_attention"] * found.num_hidden_layers),
+            "layer_types": (None, ["full_attention"] * found.n_layers),
         },
     )
     if found.head_dim is None:
         _check_multiple(document, "hidden_size", "num_attention_heads")
     # Old files of models with one key head for each query head have no number of key heads.
-    key_heads = found.num_key_value_heads or heads
-    if key_heads != heads:
+    kv_heads = None if found.kv_heads == found.n_heads else found.kv_heads
+    if kv_heads is not None:
         _check_multiple(document, "num_attention_heads", "num_key_value_heads")
-    return {
-        "vocab_size": found.vocab_size,
-        "context_length": found.max_position_embeddings,
-        "n_layers": found.num_hidden_layers,
-        "n_heads": heads,
-        "d_model": found.hidden_size,
-        "head_dim": found.head_dim,
-        "kv_heads": None if key_heads == heads else key_heads,
-        "d_ff": found.intermediate_size,
-        "positions": "rotary",
-        **_rope(found),
-        "norm": "rmsnorm",
-        "norm_eps": found.rms_norm_eps,
-        "activation": "swiglu",
-        "bias": found.attention_bias,
-        "tied": found.tie_word_embeddings,
-        "init_std": found.initializer_range,
-    }
+    kind = {"kv_heads": kv_heads, "positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}
+    return {**_of_model(found), **kind, **_rope(found)}
+
+
+def _of_model(found: msgspec.Struct) -> dict[str, Any]:
+    settings = msgspec.structs.asdict(found)
+    return {name: value for name, value in settings.items() if name in ModelConfig.__struct_fields__}
 
 
 def _check_multiple(document: Document, name: str, divisor: str) -> None:
@@ -471,8 +444,8 @@ def _check_multiple(document: Document, name: str, divisor: str) -> None:
 
 def _rope(model: _Llama) -> dict[str, Any]:
     """Return the settings of rotary positions; like transformers, prefer ``rope_scaling`` to ``rope_parameters``."""
-    name = "rope_scaling" if model.rope_scaling else "rope_parameters"
-    rope = model.rope_scaling or model.rope_parameters or {}
+    name = "rope_scaling" if model.old_rope_parameters else "rope_parameters"
+    rope = model.old_rope_parameters or model.rope_parameters or {}
     _refuse(rope, {"partial_rotary_factor": (None, 1)}, f"{name}.")
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnsupportedError(
@@ -480,20 +453,16 @@ def _rope(model: _Llama) -> dict[str, Any]:
             remedy="give a model with the same positions in all layers",
         )
     found = _settings(rope, _Rope, f"{name}.")
-    base = found.rope_theta or model.rope_theta
+    base = found.base or model.rope_base
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {"rope_base": base}
-    if kind not in ("linear", "llama3"):
-        raise UnsupportedError(
-            f"config.json has rope_type {kind!r}, which is not supported",
-            remedy="give a model with 'default', 'linear' or 'llama3'",
-        )
-    names = _ROPE if kind == "llama3" else {"factor": "factor"}
-    for theirs in names:
-        if getattr(found, theirs) is None:
-            raise CorruptCheckpointError(f"config.json has no '{name}.{theirs}'")
-    scaling = {"kind": kind, **{ours: getattr(found, theirs) for theirs, ours in names.items()}}
+    _refuse({"rope_type": kind}, {"rope_type": ("default", "linear", "llama3")})
+    scaling = {"kind": kind}
+    for each in msgspec.structs.fields(_Rope)[1 : 2 if kind == "linear" else None]:
+        scaling[each.name] = getattr(found, each.name)
+        if scaling[each.name] is None:
+            raise CorruptCheckpointError(f"config.json has no '{name}.{each.encode_name}'")
     return {"rope_base": base, "rope_scaling": scaling}
 
 
