@@ -65,8 +65,8 @@ def test_loss_is_the_mean_over_all_tokens_for_any_batches() -> None:
     expected = 0.0
     with torch.no_grad():
         for number in range(len(windows)):
-            window = windows.window(number).unsqueeze(0)
-            expected += float(token_loss(model(window[:, :-1]), window[:, 1:])) * (window.shape[1] - 1) / 60
+            inputs, targets = (each.unsqueeze(0) for each in windows.pair(number))
+            expected += float(token_loss(model(inputs), targets)) * inputs.shape[1] / 60
     model.train()
     before = torch.get_rng_state()
     for rows in (1, 3, 64):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatgot.data.batches import Batches, RandomNumbers, ShuffledOffsets
+from chatgot.data.batches import Batches, RandomNumbers, shuffled_offsets
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.cases import case
 
@@ -61,7 +61,7 @@ def test_resuming_at_any_batch_continues_the_sequence(order: str, position: int,
 
 @given(st.integers(9, 400), st.integers(1, 8), st.integers(0, 100), st.integers(1, 12))
 def test_shuffled_epoch_has_every_window_once(tokens: int, context_length: int, seed: int, batch_size: int) -> None:
-    offsets = ShuffledOffsets(tokens, context_length, seed)
+    offsets = shuffled_offsets(tokens, context_length, seed)
     grids = []
     for epoch in range(3):
         begins = np.sort(offsets.take(epoch * offsets.count, offsets.count))
@@ -76,19 +76,19 @@ def test_shuffled_epoch_has_every_window_once(tokens: int, context_length: int, 
 
 
 def test_each_epoch_has_another_order_and_another_grid_and_follows_the_one_before() -> None:
-    offsets = ShuffledOffsets(10_000, 64, 1)
+    offsets = shuffled_offsets(10_000, 64, 1)
     epochs = [offsets.take(epoch * offsets.count, offsets.count) for epoch in range(8)]
     assert len({int(epoch.min()) for epoch in epochs}) > 4
     orders = {tuple(np.argsort(epoch)) for epoch in epochs}
     assert len(orders) == 8
     assert tuple(range(offsets.count)) not in orders
     # A batch may be larger than an epoch.
-    offsets = ShuffledOffsets(30, 8, 1)
+    offsets = shuffled_offsets(30, 8, 1)
     assert offsets.count == 2
-    together = ShuffledOffsets(30, 8, 1).take(0, 7)
+    together = shuffled_offsets(30, 8, 1).take(0, 7)
     assert together.tolist() == [int(offsets.take(place, 1)[0]) for place in range(7)]
     # The order of an epoch takes four bytes a window.
-    offsets = ShuffledOffsets(1_000_000, 8, 1)
+    offsets = shuffled_offsets(1_000_000, 8, 1)
     offsets.take(0, 1)
     assert offsets._order.nbytes == 4 * offsets.count
 
@@ -103,7 +103,7 @@ def test_random_offsets_cover_the_whole_text_however_they_are_taken_and_are_pinn
     stream = np.random.Philox(key=3).random_raw(10_000)
     assert np.array_equal(whole, (stream % np.uint64(9992)).astype(np.int64))
     assert RandomNumbers(999_936, 42).take(5000, 4).tolist() == [339158, 353465, 578355, 306580]
-    assert ShuffledOffsets(1_000_000, 64, 42).take(20_000, 4).tolist() == [143560, 795336, 981064, 792136]
+    assert shuffled_offsets(1_000_000, 64, 42).take(20_000, 4).tolist() == [143560, 795336, 981064, 792136]
 
 
 def test_invalid_arguments_and_states_are_refused() -> None:

@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from chatgot.data.tokenizers.base import Tokens
 from chatgot.model.gpt import IGNORED
@@ -32,9 +31,8 @@ LARGEST_TOKENS = 16384
 
 _WORDS_PER_COUNT = 4
 
-# Between the seeds of the parts of a mixture.
+# Between the seeds of the parts of a mixture: 2**64 divided by the golden ratio.
 _SEED_STEP = 0x9E3779B97F4A7C15
-
 
 # Of a part of a mixture, as a fraction of all: such a part is drawn from once in a billion windows.
 _LEAST_WEIGHT = 1e-9
@@ -169,7 +167,7 @@ class Batches(NumberedBatches):
         mixture: Sequence[tuple[int, float]] = (),
     ) -> None:
         super().__init__(context_length=context_length, batch_size=batch_size, seed=seed)
-        check_window(tokens, context_length)
+        check_window(len(tokens), context_length)
         if order not in _ORDERS:
             raise UsageError(f"there is no order {order!r}", remedy=f"give one of {', '.join(_ORDERS)}")
         # A view without a copy: indexing its rows is faster than slicing in a loop.
@@ -212,24 +210,28 @@ class RandomNumbers:
 
 
 class ShuffledNumbers:
-    """Epochs of the numbers from 0 to below ``count``, each number once, in random order."""
+    """Epochs of the numbers from 0 to below ``count``, each number once, in random order.
 
-    def __init__(self, count: int, seed: int) -> None:
+    The numbers are multiplied by ``step``. With ``shifts``, each epoch adds a number of its own below it.
+    """
+
+    def __init__(self, count: int, seed: int, *, step: int = 1, shifts: int = 0) -> None:
         self.count = count
         self._seed = seed
+        self._step = step
+        self._shifts = shifts
+        self._shift = 0
         self._epoch = -1
 
     def _draw(self, epoch: int) -> None:
         # The second word of the key is 0 in `RandomNumbers`, which must not draw the same sequence.
         words = np.random.Philox(key=np.array([self._seed, epoch + 1], np.uint64))
-        self._begin_epoch(words)
+        if self._shifts:
+            self._shift = int(words.random_raw()) % self._shifts
         # 4 bytes for each number, 8 from 2**32 numbers on.
         self._order = np.arange(self.count, dtype=np.uint32 if self.count <= 1 << 32 else np.uint64)
         np.random.Generator(words).shuffle(self._order)
         self._epoch = epoch
-
-    def _begin_epoch(self, words: np.random.Philox) -> None:
-        """Draw what else an epoch needs, before its order."""
 
     def take(self, begin: int, count: int) -> Offsets:
         parts = []
@@ -238,30 +240,25 @@ class ShuffledNumbers:
             if epoch != self._epoch:
                 self._draw(epoch)
             chosen = self._order[place : place + count].astype(np.int64)
-            parts.append(self._placed(chosen))
+            parts.append(chosen * self._step + self._shift)
             begin, count = begin + len(chosen), count - len(chosen)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _placed(self, numbers: Offsets) -> Offsets:
-        return numbers
+
+def random_offsets(tokens: int, context_length: int, seed: int) -> RandomNumbers:
+    # Independent offsets, as nanoGPT draws them.
+    return RandomNumbers(tokens - context_length, seed)
 
 
-class ShuffledOffsets(ShuffledNumbers):
-    """Epochs of the windows of a grid over the text, each window once, in random order; see `Batches`."""
+def shuffled_offsets(tokens: int, context_length: int, seed: int) -> ShuffledNumbers:
+    """Return epochs of the windows of a grid over the text, each window once, in random order; see `Batches`."""
+    # One less than fit, if possible, so that the grid can be shifted by up to a window: windows are cut differently in
+    # each epoch. Less than two windows at the ends of the text are left out of an epoch.
+    count = max(1, (tokens - 1) // context_length - 1)
+    return ShuffledNumbers(count, seed, step=context_length, shifts=tokens - count * context_length)
 
-    def __init__(self, tokens: int, context_length: int, seed: int) -> None:
-        # One less than fit, if possible, so that the grid can be shifted by up to a window.
-        super().__init__(max(1, (tokens - 1) // context_length - 1), seed)
-        self._shifts = tokens - self.count * context_length
-        self._context_length = context_length
 
-    def _begin_epoch(self, words: np.random.Philox) -> None:
-        # The grid begins at another place in each epoch, so that windows are cut differently. Less than two windows at
-        # the ends of the text are left out of an epoch.
-        self._shift = int(words.random_raw()) % self._shifts
-
-    def _placed(self, numbers: Offsets) -> Offsets:
-        return numbers * self._context_length + self._shift
+_ORDERS: dict[str, Callable[[int, int, int], Drawn]] = {"random": random_offsets, "shuffled": shuffled_offsets}
 
 
 class MixedOffsets:
@@ -276,13 +273,8 @@ class MixedOffsets:
         self._begins = [0, *accumulate(tokens for tokens, _ in mixture)]
         self._parts = []
         for number, (tokens, _) in enumerate(mixture):
-            if tokens <= context_length:
-                raise UsageError(
-                    f"part {number + 1} of the mixture has {tokens:,} tokens, and a context of {context_length:,} "
-                    f"needs {context_length + 1:,}",
-                    remedy="leave it out, give it more text, or use a shorter context (--model.context_length)",
-                )
-            # Parts with one seed would draw the same sequence. The step is 2**64 divided by the golden ratio.
+            check_window(tokens, context_length, what=f"part {number + 1} of the mixture")
+            # Parts with one seed would draw the same sequence.
             own_seed = (seed + number * _SEED_STEP) % (1 << 64)
             self._parts.append(_ORDERS[order](tokens, context_length, own_seed))
 
@@ -305,14 +297,6 @@ class MixedOffsets:
         return result
 
 
-def _random_offsets(tokens: int, context_length: int, seed: int) -> RandomNumbers:
-    # Independent offsets, as nanoGPT draws them.
-    return RandomNumbers(tokens - context_length, seed)
-
-
-_ORDERS: dict[str, Callable[[int, int, int], Drawn]] = {"random": _random_offsets, "shuffled": ShuffledOffsets}
-
-
 def check_weights(weights: Mapping[str, float]) -> None:
     """Raise UsageError if a part of a mixture, by its name, has less than a billionth of the weights."""
     total = sum(weights.values())
@@ -324,11 +308,11 @@ def check_weights(weights: Mapping[str, float]) -> None:
             )
 
 
-def check_window(tokens: Tokens, context_length: int, *, what: str = "text", path: Path | None = None) -> None:
+def check_window(tokens: int, context_length: int, *, what: str = "the text", path: Path | None = None) -> None:
     """Raise UsageError if a text is not longer than a window."""
-    if len(tokens) <= context_length:
+    if tokens <= context_length:
         raise UsageError(
-            f"the {what} has {len(tokens):,} tokens, and a context of {context_length:,} needs {context_length + 1:,}",
+            f"{what} has {tokens:,} tokens, and a context of {context_length:,} needs {context_length + 1:,}",
             path=path,
             remedy="use a shorter context (--model.context_length), or prepare more text",
         )
@@ -390,14 +374,11 @@ class EvaluationWindows:
                 inputs[row, : len(known)], targets[row, : len(known)] = known, following
             yield inputs, targets
 
-    def pair(self, number: int) -> tuple[Tensor, Tensor]:
-        window = self.window(number)
-        return window[:-1], window[1:]
-
-    def window(self, number: int) -> Tensor:
-        """Return the tokens of a window and the one after it, int64."""
+    def pair(self, number: int) -> Batch:
+        """Return the inputs and the targets of a window, int64."""
         begin = self._begin(number)
-        return torch.from_numpy(self._tokens[begin : begin + self._length + 1].astype(np.int64))
+        window = torch.from_numpy(self._tokens[begin : begin + self._length + 1].astype(np.int64))
+        return window[:-1], window[1:]
 
     def __len__(self) -> int:
         return self._chosen

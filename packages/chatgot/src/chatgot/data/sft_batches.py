@@ -2,12 +2,11 @@
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from chatgot.config.config import TECHNIQUES, Config
 from chatgot.data.batches import (
@@ -40,37 +39,8 @@ Places = npt.NDArray[np.int64]
 class AnswerRows:
     """The rows of a text of conversations: inputs and targets. Targets outside of answers are ignored.
 
-    Parameters
-    ----------
-    tokens : array of uint16 or uint32
-        Conversations as `chatgot.data.conversations` writes them, 1-D.
-    context_length : int
-        Positions of a row.
-    tokenizer : ChatTokenizer
-    what : str, optional
-        What an error calls the text.
-    path : Path, optional
-        The folder of the data, which an error names.
-
-    Attributes
-    ----------
-    note : str, optional
-        How much is left out, if conversations are longer than the context.
-
-    Raises
-    ------
-    UsageError
-        If no answer begins within the context.
-
-    Examples
-    --------
-    >>> from chatgot.data.tokenizers.char import ByteTokenizer
-    >>> tokenizer = ChatTokenizer(ByteTokenizer(documents=True))
-    >>> conversation = [*tokenizer.message("user", "a"), *tokenizer.message("assistant", "b"), 256]
-    >>> rows = AnswerRows(np.array(conversation, np.uint16), 8, tokenizer)
-    >>> inputs, targets = rows.row(0)
-    >>> tokenizer.decode(inputs[:6]), targets.tolist()
-    ('<|user|>a<|end|><|assistant|>b<|end|>', [-1, -1, -1, 98, 260, -1, -1, -1])
+    ``note`` states how much is left out, if conversations are longer than the context. Raises UsageError if no answer
+    begins within the context; ``what`` is the text, and ``path`` the folder of the data, in the message.
     """
 
     def __init__(
@@ -86,12 +56,13 @@ class AnswerRows:
         self._length = context_length
         # Fills up rows. No target counts there.
         self._filler = tokenizer.end_of_document or 0
-        found = _find(tokens, tokenizer)
-        starts, ends = _conversations(found.ends_of_conversations)
+        assistants, message_ends, last = _find(tokens, tokenizer)
+        # The first tokens of conversations, and the tokens after them.
+        starts, ends = np.concatenate([[0], last[:-1] + 1]), last + 1
         begins, stops = _pack(starts, ends, context_length)
         # The first token after the one that begins an answer, to the one that ends it.
-        self._from = found.assistants + 1
-        self._to = found.ends[np.searchsorted(found.ends, found.assistants)] + 1
+        self._from = assistants + 1
+        self._to = message_ends[np.searchsorted(message_ends, assistants)] + 1
         answers = np.searchsorted(self._from, stops) - np.searchsorted(self._from, begins)
         # A row without an answer has no target, and its loss would be NaN.
         self._begins, self._stops = begins[answers > 0], stops[answers > 0]
@@ -124,7 +95,6 @@ class AnswerRows:
         return len(self._begins)
 
     def row(self, number: int) -> Batch:
-        """Return the inputs and the targets of a row: int64, of shape [context_length]."""
         begin, stop = int(self._begins[number]), int(self._stops[number])
         row = torch.from_numpy(self._tokens[begin:stop].astype(np.int64))
         inputs = torch.full((self._length,), self._filler)
@@ -184,7 +154,7 @@ class AnswerWindows(EvaluationWindows):
     def targets(self) -> int:  # computed once, as it reads every row
         return sum(int((self.pair(number)[1] != IGNORED).sum()) for number in range(self._chosen))
 
-    def pair(self, number: int) -> tuple[Tensor, Tensor]:
+    def pair(self, number: int) -> Batch:
         # Integers, so that the rows are the same on every machine.
         return self._rows.row(number * self._all // self._chosen)
 
@@ -213,13 +183,8 @@ def windows_of(dataset: Dataset, context_length: int, *, most: int | None = None
     return AnswerWindows(dataset.validation, context_length, dataset.chat_tokenizer, most=most, path=dataset.path)
 
 
-class _Found(NamedTuple):
-    assistants: Places
-    ends: Places
-    ends_of_conversations: Places
-
-
-def _find(tokens: Tokens, tokenizer: ChatTokenizer) -> _Found:
+def _find(tokens: Tokens, tokenizer: ChatTokenizer) -> list[Places]:
+    """Return the places of the tokens that begin an answer, end a message, and end a conversation."""
     wanted = (tokenizer.begin["assistant"], tokenizer.end, tokenizer.end_of_document)
     places: list[list[Places]] = [[], [], []]
     for begin in range(0, len(tokens), _SCANNED_AT_ONCE):
@@ -227,12 +192,7 @@ def _find(tokens: Tokens, tokenizer: ChatTokenizer) -> _Found:
         piece = tokens[begin : begin + _SCANNED_AT_ONCE]
         for each, token in zip(places, wanted, strict=True):
             each.append(np.flatnonzero(piece == token) + begin)
-    return _Found(*(np.concatenate(each) for each in places))
-
-
-def _conversations(ends: Places) -> tuple[Places, Places]:
-    """Return the first tokens of conversations, and the tokens after them, given their last ones."""
-    return np.concatenate([[0], ends[:-1] + 1]), ends + 1
+    return [np.concatenate(each) for each in places]
 
 
 def _pack(starts: Places, stops: Places, context_length: int) -> tuple[Places, Places]:

@@ -181,7 +181,7 @@ def check_data(config: Config, dataset: Dataset, techniques: Stack) -> None:
     if dataset.chat_tokenizer is None:
         splits = {"training split": dataset.train, "validation split": dataset.validation}
         for split, tokens in splits.items():
-            check_window(tokens, config.model.context_length, what=split, path=dataset.path)
+            check_window(len(tokens), config.model.context_length, what=f"the {split}", path=dataset.path)
     for each in techniques.techniques if dataset.chat_tokenizer is not None else ():
         if each.refuses_conversations is not None:
             raise UsageError(
