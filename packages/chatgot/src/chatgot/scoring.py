@@ -97,34 +97,12 @@ def score_text(
     tokenizer: Tokenizer,
     *,
     rows: int,
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     progress: Progress | None = None,
 ) -> TextScore:
     """Return how well a model predicts the windows of a text.
 
-    Parameters
-    ----------
-    model : GPT
-    windows : EvaluationWindows
-    tokenizer : Tokenizer
-        The tokenizer that made the tokens.
-    rows : int
-        Windows that are computed at once.
-    loss : callable, optional
-        Returns the mean loss of inputs and targets; by default ``model.loss``.
-    progress : callable, optional
-        Called with the number of windows that are done, and of all.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from chatgot.data.tokenizers.char import ByteTokenizer
-    >>> from chatgot.model.config import ModelConfig
-    >>> model = GPT(ModelConfig(vocab_size=256, context_length=8, n_layers=1, n_heads=1, d_model=4))
-    >>> tokenizer = ByteTokenizer(documents=False)
-    >>> score = score_text(model, EvaluationWindows(tokenizer.encode("to be or not"), 8), tokenizer, rows=2)
-    >>> score.tokens, score.bytes, f"{score.bits_per_byte:.0f}"  # 8 bits, before training
-    (11, 11, '8')
+    ``tokenizer`` made the tokens, and ``rows`` windows are computed at once. ``progress`` is called with the number of
+    windows that are done, and of all.
     """
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     for number in range(len(windows)):
@@ -133,7 +111,7 @@ def score_text(
     # Reserved tokens have no text.
     counts[[*tokenizer.reserved]] = 0
     size = sum(int(counts[id]) * len(tokenizer.token_bytes(int(id))) for id in np.flatnonzero(counts))
-    mean = evaluate(model, _reported(windows.batches(rows), len(windows), progress), loss=loss)
+    mean = evaluate(model, _reported(windows.batches(rows), len(windows), progress))
     bits = mean * windows.targets / math.log(2)
     return TextScore(mean, _exp(mean), bits / size if size else math.nan, windows.targets, size)
 

@@ -18,10 +18,12 @@ from chatgot.data.tokenizers.char import ByteTokenizer
 from chatgot.data.tokenizers.chat import ChatTokenizer
 from chatgot.loop import train
 from chatgot.model.gpt import IGNORED
+from chatgot.run.data import check_data
 from chatgot.run.folder import RunFolder
 from chatgot.run.setup import open_run
 from chatgot.step.train_step import train_step
 from chatgot.step.world import World
+from chatgot.techniques.stack import Stack
 from tiny_training import CONFIG, Witness, check_resumes_exactly, conversations, prepared, run
 
 CHAT = ChatTokenizer(ByteTokenizer(documents=True))
@@ -167,7 +169,7 @@ def test_a_step_and_ranks_weight_each_answer_token_equally(tmp_path: Path, data:
 def test_techniques_that_need_the_whole_text_are_refused(tmp_path: Path, data: Path) -> None:
     for name, reason in (("length-curriculum", "draws windows"), ("progressive-length", "cuts rows into pieces")):
         with pytest.raises(tensorkeep.UsageError, match=f"{name} {reason}") as caught:
-            training_batches(ON_TALK.changed({f"techniques.{name}": "on"}), Dataset.open(data))
+            check_data(ON_TALK, Dataset.open(data), Stack.of({name: {}}))
         assert f"--techniques.{name} off" in str(caught.value.remedy)
     assert type(training_batches(CONFIG, Dataset.open(prepared(tmp_path)))) is Batches
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from chatgot.config.config import TECHNIQUES, Config
+from chatgot.config.config import Config
 from chatgot.data.batches import (
     Batch,
     Batches,
@@ -25,13 +25,6 @@ from chatgot.model.gpt import IGNORED
 from tensorkeep.errors import UsageError
 
 _SCANNED_AT_ONCE = 1 << 24
-
-# Techniques that conversations cannot be trained with, and why.
-_REFUSED = {
-    "length-curriculum": "draws windows of the text, and rows of conversations begin with one",
-    "progressive-length": "cuts rows into pieces, and an answer would be trained without its question",
-    "pipeline-parallel": "weights micro-batches equally, whichever tokens count, and of conversations only answers do",
-}
 
 Places = npt.NDArray[np.int64]
 
@@ -170,9 +163,6 @@ def training_batches(config: Config, dataset: Dataset) -> NumberedBatches:
     tokenizer = dataset.chat_tokenizer
     if tokenizer is None:
         return Batches(dataset.train, **settings, mixture=dataset.mixture)
-    for name, reason in _REFUSED.items():
-        if name in config.techniques:
-            raise UsageError(f"{name} {reason}", path=dataset.path, remedy=f"turn it off: --{TECHNIQUES}{name} off")
     return AnswerBatches(dataset.train, **settings, tokenizer=tokenizer, path=dataset.path)
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
 
@@ -22,8 +22,7 @@ _MINIMUM_RATIO = 1.1
 _SAFETY = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(NamedTuple):
     """The rate after the warm-up as a factor of the peak.
 
     ``factor`` takes the settings, and the fraction of the steps after the warm-up that is done: 0 in the first step, 1
@@ -102,8 +101,8 @@ class ScheduleConfig(Section, frozen=True):
 def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float:
     """Return the learning rate of a step as a factor of the peak; warm-up is linear.
 
-    Steps count from 1. The schedule covers the steps after ``config.start``. A decay reaches ``final`` in the last
-    step, but 0 one step later: a step at rate 0 would change nothing.
+    Steps count from 1. A decay reaches ``final`` in the last step, but 0 one step later: a step at rate 0 would change
+    nothing.
 
     Examples
     --------

@@ -90,27 +90,9 @@ def evaluate(
 ) -> float:
     """Return the mean loss over all targets that count, in nats.
 
-    It draws no random numbers, and each module keeps its training mode. The host waits for the device once, at the
-    end.
-
-    Parameters
-    ----------
-    model : GPT
-    batches : iterable of (Tensor, Tensor)
-        Inputs and targets, int64, of shape [batch, positions]; targets of -1 do not count.
-    loss : callable, optional
-        Returns the mean loss of a batch; by default ``model.loss``.
-    world : World, optional
-        The ranks that evaluate together. A collective: each rank has as many batches as the others.
-
-    Examples
-    --------
-    >>> from chatgot.model.config import ModelConfig
-    >>> config = ModelConfig(vocab_size=8, context_length=4, n_layers=1, n_heads=1, d_model=4)
-    >>> tokens = torch.arange(5).unsqueeze(0)
-    >>> model = GPT(config, generator=torch.Generator().manual_seed(0))
-    >>> f"{evaluate(model, [(tokens[:, :-1], tokens[:, 1:])]):.1f}"  # ln 8, before training
-    '2.1'
+    It draws no random numbers, and each module keeps its training mode. The host waits for the device once, at the end.
+    ``loss`` returns the mean loss of a batch, by default ``model.loss``. With ``world`` this is a collective: each rank
+    has as many batches as the others.
     """
     device = model.tokens.weight.device
     # In float64: the sum over a whole split must not lose the last bits of a loss.
@@ -119,7 +101,7 @@ def evaluate(
     with torch.no_grad(), evaluating(model):
         for inputs, targets in batches:
             count = int((targets != IGNORED).sum())
-            mean = (loss or model.loss)(_moved(inputs, device), _moved(targets, device))
+            mean = (loss or model.loss)(*(_moved(each, device) for each in (inputs, targets)))
             # A batch without a target is computed all the same: other ranks wait for this one. Its mean is NaN.
             total += mean.double() * count if count else 0.0
             counted += count

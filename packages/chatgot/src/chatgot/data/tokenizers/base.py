@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, ClassVar
 
 import msgspec
@@ -43,16 +44,12 @@ class TokenizerFactory:
 
     @classmethod
     def of(cls, tokenizer: "Tokenizer") -> "TokenizerFactory":
-        """Return the factory of a tokenizer that exists. It checks that the tokenizer encodes the corpus.
-
-        Without a first pass over the corpus, encoding finds a character that is not in the vocabulary.
-        """
+        """Return the factory of a tokenizer that exists."""
 
         def check(corpus: Documents, documents: bool) -> Tokenizer:
-            if not tokenizer.encodes_any_text:
-                for texts in corpus:
-                    for text in texts:
-                        tokenizer.encode(text)
+            # Without a first pass over the corpus, encoding finds a character that is not in the vocabulary.
+            for text in () if tokenizer.encodes_any_text else chain.from_iterable(corpus):
+                tokenizer.encode(text)
             return tokenizer
 
         return cls(check, reads=False)
@@ -99,10 +96,7 @@ class Tokenizer(ABC):
         return checksummed_json.digest(msgspec.json.encode(self.as_dict()))
 
     def encode(self, text: str) -> Tokens:
-        """Return the tokens of a text.
-
-        Raises UsageError if the text has a character that is not in the vocabulary, or is not valid Unicode.
-        """
+        """Return the tokens of a text; UsageError if a character is not in the vocabulary, or not valid Unicode."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -121,12 +115,8 @@ class Tokenizer(ABC):
         return at_line_ends(texts) if self.merges else texts
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Return the text of ids of any shape; invalid UTF-8 becomes the replacement character.
-
-        Raises UsageError if an id is not in the vocabulary.
-        """
-        flat = np.asarray(ids).astype(np.int64).ravel()
-        self._check(flat)
+        """Return the text of ids of any shape, with replacement characters for invalid UTF-8."""
+        flat = self._checked(np.asarray(ids).astype(np.int64).ravel())
         if self.end_of_document is None:
             return self._decode(flat)
         ends = np.flatnonzero(flat == self.end_of_document)
@@ -135,12 +125,8 @@ class Tokenizer(ABC):
         return END_OF_DOCUMENT.join([self._decode(first), *(self._decode(part[1:]) for part in others)])
 
     def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yield the text of ids as soon as its characters are complete; joined, it is the text of `decode`.
-
-        A token may end within a character, which has up to four bytes in UTF-8.
-
-        Raises UsageError if an id is not in the vocabulary.
-        """
+        """Yield the text of ids as soon as its characters are complete; joined, it is the text of `decode`."""
+        # A token may end within a character, which has up to four bytes in UTF-8.
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for id in ids:
             if text := decoder.decode(self.token_bytes(id)):
@@ -149,20 +135,19 @@ class Tokenizer(ABC):
             yield rest
 
     def token_bytes(self, id: int) -> bytes:
-        """Return the UTF-8 of a token, which may end within a character; the end of a document is `END_OF_DOCUMENT`.
-
-        Raises UsageError if the id is not in the vocabulary.
-        """
-        self._check(np.array([id]))
+        """Return the UTF-8 of a token, which may end within a character; the end of a document is `END_OF_DOCUMENT`."""
+        self._checked(np.array([id]))
         return END_OF_DOCUMENT.encode() if id == self.end_of_document else self._bytes(id)
 
-    def _check(self, ids: Ids) -> None:
+    def _checked(self, ids: Ids) -> Ids:
+        """Raise UsageError if an id is not in the vocabulary."""
         outside = ids[(ids < 0) | (ids >= self.vocab_size)]
         if outside.size:
             raise UsageError(
                 f"{outside[0]} is not a token of {self.name}, which has {self.vocab_size:,} tokens",
                 remedy="use the tokenizer that the tokens were made with",
             )
+        return ids
 
     def hugging_face_json(self) -> str | None:
         """Return the ``tokenizer.json`` of Hugging Face's libraries; None if this tokenizer cannot be written so."""

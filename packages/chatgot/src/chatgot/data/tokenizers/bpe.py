@@ -40,11 +40,8 @@ class BpeTokenizer(Tokenizer):
     """Byte pairs learned from a corpus.
 
     ``vocabulary`` holds the tokens in the order of their ids, in GPT-2's notation of bytes, all single bytes among
-    them; ``merges`` the pairs in the order of learning. With ``documents``, one more token, the last
-    one, ends a document.
-
-    Raises ValueError if the vocabulary and the merges do not match; MissingExtraError if ``tokenizers`` is not
-    installed.
+    them; ``merges`` the pairs in the order of learning. With ``documents``, one more token, the last one, ends a
+    document. Raises ValueError if the vocabulary and the merges do not match.
     """
 
     kind = name = "bpe"

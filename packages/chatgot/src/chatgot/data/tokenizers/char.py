@@ -1,6 +1,7 @@
 """Tokenizers without merges: one token per character, as in nanoGPT, or one per UTF-8 byte."""
 
 import sys
+from itertools import chain
 from typing import Any, Self
 
 import msgspec
@@ -43,9 +44,8 @@ class CharTokenizer(Tokenizer):
     def learn(cls, corpus: Documents, documents: bool) -> Self:
         """Return a tokenizer of all characters of a corpus."""
         occurs = np.zeros(sys.maxunicode + 1, bool)
-        for texts in corpus:
-            for text in texts:
-                occurs[_codes(text)] = True
+        for text in chain.from_iterable(corpus):
+            occurs[_codes(text)] = True
         return cls("".join(map(chr, np.flatnonzero(occurs))), documents=documents)
 
     @classmethod
@@ -54,11 +54,8 @@ class CharTokenizer(Tokenizer):
         return cls(fields.characters, documents=fields.end_of_document)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "characters": self.characters,
-            "end_of_document": self.end_of_document is not None,
-        }
+        end = self.end_of_document is not None
+        return {"kind": self.kind, "characters": self.characters, "end_of_document": end}
 
     def _encode(self, text: str) -> Tokens:
         ids = self._ids[np.minimum(_codes(text), len(self._ids) - 1)]

@@ -23,25 +23,14 @@ TEMPLATE = (
 class ChatTokenizer(Tokenizer):
     """Another tokenizer with tokens that begin a message of a role, and one that ends a message.
 
-    Their ids follow the ids of the vocabulary. No text is encoded as them: characters such as ``<|end|>`` in a text are
-    ordinary text. If the other tokenizer has no token that ends a document, one more is reserved for that.
-
-    Attributes
-    ----------
-    text : Tokenizer
-        The tokenizer of the text of messages.
-    begin : dict of str to int
-        The token that begins a message of a role.
-    end : int
-        The token that ends a message.
+    The ids of these tokens follow the ids of the vocabulary. No text is encoded as them: characters such as ``<|end|>``
+    in a text are ordinary text. If the other tokenizer has no token that ends a document, one more is reserved for it.
 
     Examples
     --------
     >>> from chatgot.data.tokenizers.char import ByteTokenizer
     >>> tokenizer = ChatTokenizer(ByteTokenizer(documents=True))
-    >>> tokenizer.begin, tokenizer.end, tokenizer.encode("<|end|>").max() < tokenizer.text.vocab_size
-    ({'system': 257, 'user': 258, 'assistant': 259}, 260, np.True_)
-    >>> tokenizer.decode([258, *b"hi", 260])
+    >>> tokenizer.decode([tokenizer.begin["user"], *b"hi", tokenizer.end])
     '<|user|>hi<|end|>'
     """
 
@@ -53,6 +42,7 @@ class ChatTokenizer(Tokenizer):
         self.merges = text.merges
         self.encodes_any_text = text.encodes_any_text
         first = text.vocab_size
+        # The tokens that begin a message of a role, and the token that ends it.
         self.begin = {role: first + number for number, role in enumerate(ROLES)}
         self.end = first + len(ROLES)
         own_end = text.end_of_document is None
@@ -81,10 +71,7 @@ class ChatTokenizer(Tokenizer):
         return self.stops | self.text.reserved
 
     def message(self, role: str, content: str) -> Ids:
-        """Return the tokens of one message: the token of the role, the text, the token that ends it.
-
-        Raises UsageError if the tokenizer cannot encode the text.
-        """
+        """Return the tokens of one message; UsageError if the tokenizer cannot encode its text."""
         return np.array([self.begin[role], *self.encode(content).tolist(), self.end], np.int64)
 
     def as_dict(self) -> dict[str, Any]:
@@ -109,12 +96,11 @@ class ChatTokenizer(Tokenizer):
         return self.text.encode(text).astype(self.dtype)
 
     def _decode(self, ids: Ids) -> str:
-        first = self.text.vocab_size
-        runs = ((reserved, list(run)) for reserved, run in groupby(ids.tolist(), key=lambda each: each >= first))
-        return "".join(
-            "".join(_RESERVED[id - first] for id in run) if reserved else self.text.decode(run)
-            for reserved, run in runs
-        )
+        first, found = self.text.vocab_size, []
+        for reserved, run in groupby(ids.tolist(), key=lambda each: each >= first):
+            same = list(run)
+            found += [_RESERVED[id - first] for id in same] if reserved else [self.text.decode(same)]
+        return "".join(found)
 
     def _bytes(self, id: int) -> bytes:
         first = self.text.vocab_size

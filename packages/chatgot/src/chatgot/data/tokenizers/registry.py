@@ -35,9 +35,6 @@ def make_tokenizer(choice: str, vocab_size: int | None = None, find: Find | None
     """Return what makes a tokenizer; arguments, as of `prepare`, are checked before a corpus is read.
 
     ``find`` returns the tokenizer of a folder, by default `tokenizer_at`.
-
-    Raises UsageError if there is no such tokenizer, or the vocabulary size is not possible; MissingExtraError if it
-    needs a package that is not installed; UnsupportedError if it needs a vocabulary that is not on this machine.
     """
     if choice.endswith(SUFFIX):
         text = make_tokenizer(choice.removesuffix(SUFFIX), vocab_size, find)
@@ -66,28 +63,20 @@ def make_tokenizer(choice: str, vocab_size: int | None = None, find: Find | None
 
 
 def tokenizer_at(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer of a run or of a Hugging Face model, by its folder; None if the folder has no tokenizer.
-
-    Raises the errors of `tokenizer_from_dict` and `read_tokenizer`.
-    """
-    path = folder / FILE
+    """Return the tokenizer of a run or of a Hugging Face model, by its folder; None if the folder has no tokenizer."""
+    path, opening = folder / FILE, b""
     with store_errors(path, "read the tokenizer"):
-        if not path.is_file():
-            return read_tokenizer(folder)
-        with path.open("rb") as file:
-            is_sealed = file.read(len(checksummed_json.OPENING)) == checksummed_json.OPENING
-    if not is_sealed:
+        if path.is_file():
+            with path.open("rb") as file:
+                opening = file.read(len(checksummed_json.OPENING))
+    if opening != checksummed_json.OPENING:
         return read_tokenizer(folder)
     with LocalDirectory(folder) as directory:
         return tokenizer_from_dict(checksummed_json.read(directory, FILE))
 
 
 def tokenizer_from_dict(stored: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer that `Tokenizer.as_dict` described.
-
-    Raises CorruptCheckpointError if the description is malformed; MissingExtraError if the tokenizer needs a package
-    that is not installed.
-    """
+    """Return the tokenizer that `Tokenizer.as_dict` described; CorruptCheckpointError if that is malformed."""
     kind = stored.get("kind")
     if not isinstance(kind, str) or kind not in _CLASSES:
         raise CorruptCheckpointError(f"there is no tokenizer of the kind {kind!r}")

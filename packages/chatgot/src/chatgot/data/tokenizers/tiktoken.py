@@ -42,11 +42,7 @@ class TiktokenTokenizer(Tokenizer):
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """Return the encoding of a name, such as ``"gpt2"``, from tiktoken's cache.
-
-        Raises MissingExtraError if ``tiktoken`` is not installed; UsageError if it has no such encoding;
-        UnsupportedError if the vocabulary is not on this machine.
-        """
+        """Return the encoding of a name, such as ``"gpt2"``, from tiktoken's cache."""
         tiktoken = library("tiktoken")
         known = tiktoken.list_encoding_names()
         if name not in known:
