@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any
 
 import msgspec
 import torch
@@ -14,7 +14,7 @@ from chatgot.data.tokenizers.base import library
 from chatgot.data.tokenizers.chat import TEMPLATE
 from chatgot.model.config import ModelConfig
 from chatgot.model.gpt import GPT
-from chatgot.model.huggingface import Architecture, architecture_of, refuse_mismatch
+from chatgot.model.huggingface import architecture_of, refuse_mismatch
 from chatgot.model.layers import merge_adapters
 from tensorkeep import save
 from tensorkeep.errors import PathLike, UsageError
@@ -47,27 +47,17 @@ class ExportReport:
         return asdict(self)
 
 
-class SpecialTokenOptions(TypedDict, total=False):
-    begin_of_document: int | None
-    end_of_document: int | None
-    end_of_message: int | None
-
-
-class _SpecialTokens(NamedTuple):
-    begin_of_document: int | None = None
-    end_of_document: int | None = None
-    end_of_message: int | None = None
-
-
 def export(
     model_or_state: GPT | Mapping[str, Tensor],
     config: ModelConfig,
     folder: PathLike,
     *,
     tokenizer_json: str | None = None,
+    begin_of_document: int | None = None,
+    end_of_document: int | None = None,
+    end_of_message: int | None = None,
     dtype: torch.dtype | str | None = None,
     overwrite: bool = False,
-    **special_tokens: Unpack[SpecialTokenOptions],
 ) -> ExportReport:
     """Write a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` opens; it appears when complete.
 
@@ -124,12 +114,37 @@ def export(
     state, config = merge_adapters(_checked_state(model_or_state, config), config)
     state, config = _without_padding(state, config)
     target = _checked_dtype(state["tokens.weight"].dtype if dtype is None else dtype)
-    ends = _SpecialTokens(**special_tokens)
-    contents = {CONFIG: _config_document(architecture, config, target, ends)}
-    contents |= _tokenizer_files(tokenizer_json, config, ends)
-    named = architecture.tensors(state, config)
+    special = {
+        "begin_of_document": begin_of_document,
+        "end_of_document": end_of_document,
+        "end_of_message": end_of_message,
+    }
+    for name, token in special.items():
+        if token is not None and not 0 <= token < config.vocab_size:
+            raise UsageError(
+                f"the {name.replace('_', ' ')} is token {token}, and the model has tokens 0 to {config.vocab_size - 1}",
+                remedy="give the token of the tokenizer, or leave it out",
+            )
+    ends = [each for each in (end_of_message, end_of_document) if each is not None]
+    document = {
+        "architectures": [architecture.name],
+        **architecture.settings(config),
+        "vocab_size": config.vocab_size,
+        "initializer_range": float(config.init_std),
+        "tie_word_embeddings": config.tied,
+        "torch_dtype": target,
+        # Without these entries, transformers takes the tokens of the published models.
+        "bos_token_id": end_of_document if begin_of_document is None else begin_of_document,
+        "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None,
+        "pad_token_id": None,
+    }
+    contents = {CONFIG: _json(document)}
+    if tokenizer_json is not None:
+        named = {"bos_token": begin_of_document, "eos_token": ends[0] if ends else None}
+        contents |= _tokenizer_files(tokenizer_json, config, named, talks=end_of_message is not None)
+    renamed = architecture.tensors(state, config)
     # Copies: safetensors writes only the first of several tensors that share memory.
-    tensors = {name: tensor.detach().to("cpu", _DTYPES[target], copy=True) for name, tensor in named}
+    tensors = {name: tensor.detach().to("cpu", _DTYPES[target], copy=True) for name, tensor in renamed}
     with Commit(Path(checked_path(folder)), directory=True, overwrite=overwrite, replaceable=_is_export) as commit:
         saved = save(tensors, commit.path / WEIGHTS, format="safetensors", compression="none")
         # Temporaries that `save` could not remove would be published as well.
@@ -191,35 +206,17 @@ def _checked_dtype(dtype: torch.dtype | str) -> str:
     return name
 
 
-def _config_document(architecture: Architecture, config: ModelConfig, dtype: str, tokens: _SpecialTokens) -> bytes:
-    for name, end in tokens._asdict().items():
-        if end is not None and not 0 <= end < config.vocab_size:
-            raise UsageError(
-                f"the {name.replace('_', ' ')} is token {end}, and the model has tokens 0 to {config.vocab_size - 1}",
-                remedy="give the token of the tokenizer, or leave it out",
-            )
-    ends = [each for each in (tokens.end_of_message, tokens.end_of_document) if each is not None]
-    return _json(
-        {
-            "architectures": [architecture.name],
-            **architecture.settings(config),
-            "vocab_size": config.vocab_size,
-            "initializer_range": float(config.init_std),
-            "tie_word_embeddings": config.tied,
-            "torch_dtype": dtype,
-            # Without these entries, transformers takes the tokens of the published models.
-            "bos_token_id": tokens.end_of_document if tokens.begin_of_document is None else tokens.begin_of_document,
-            "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None,
-            "pad_token_id": None,
-        }
-    )
-
-
-def _tokenizer_files(text: str | None, config: ModelConfig, special: _SpecialTokens) -> dict[str, bytes]:
+def _tokenizer_files(
+    text: str, config: ModelConfig, special: Mapping[str, int | None], *, talks: bool
+) -> dict[str, bytes]:
     """Return both files of a tokenizer; UsageError if a token is not in the vocabulary of the model."""
-    if text is None:
-        return {}
-    tokens = _tokens_of(text)
+    tokenizers = library("tokenizers")
+    try:
+        tokens = tokenizers.Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library raises nothing narrower
+        raise UsageError(
+            f"the tokenizer is not a tokenizer.json ({error})", remedy="give what Tokenizer.to_str() returns"
+        ) from error
     # A token beyond the vocabulary would index past the end of the embedding.
     largest = max(tokens.values(), default=0)
     if largest >= config.vocab_size:
@@ -227,30 +224,18 @@ def _tokenizer_files(text: str | None, config: ModelConfig, special: _SpecialTok
             f"the tokenizer has the token {largest}, and the model has tokens 0 to {config.vocab_size - 1}",
             remedy="give the tokenizer that the model was trained with",
         )
-    end = special.end_of_document if special.end_of_message is None else special.end_of_message
-    named = {"bos_token": special.begin_of_document, "eos_token": end}
     names = {number: token for token, number in tokens.items()}
-    template = TEMPLATE if special.begin_of_document is None else "{{ bos_token }}" + TEMPLATE
+    template = TEMPLATE if special["bos_token"] is None else "{{ bos_token }}" + TEMPLATE
     document = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.context_length,
         # transformers would remove spaces before punctuation, which the text may have.
         "clean_up_tokenization_spaces": False,
-        **{name: names[number] for name, number in named.items() if number in names},
-        **({"chat_template": template} if special.end_of_message is not None else {}),
+        **{name: names[number] for name, number in special.items() if number in names},
+        **({"chat_template": template} if talks else {}),
     }
     return {TOKENIZER_CONFIG: _json(document), TOKENIZER: text.encode()}
 
 
 def _json(document: dict[str, Any]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(document))
-
-
-def _tokens_of(text: str) -> dict[str, int]:
-    tokenizers = library("tokenizers")
-    try:
-        return dict(tokenizers.Tokenizer.from_str(text).get_vocab(with_added_tokens=True))
-    except Exception as error:  # the library raises nothing narrower
-        raise UsageError(
-            f"the tokenizer is not a tokenizer.json ({error})", remedy="give what Tokenizer.to_str() returns"
-        ) from error

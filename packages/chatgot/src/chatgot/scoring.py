@@ -7,6 +7,7 @@ A file of questions (Zellers et al., arXiv 1905.07830) has one JSON object per l
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -141,13 +142,9 @@ def read_tokens(
 ) -> Tokens:
     """Return the tokens of a text: of a file, or of another source of text that ``tensorkeep data prepare`` takes.
 
-    If the tokenizer has an end-of-document token, each document ends with it, and the text begins with it, so that its
-    first token is predicted, unless it has a token that begins each document.
-
-    Raises UsageError if the text has a character that is not in the vocabulary or fewer than two tokens, or consists of
-    conversations; and the errors of `chatgot.data.corpus.open_source`.
+    If the tokenizer has an end-of-document token, each document ends with it. The text begins with it, too, so that its
+    first token is predicted, unless the tokenizer has a token that begins each document.
     """
-    # A text begins like a document: after the end of another one, unless the tokenizer has its own opening.
     ends = [] if tokenizer.end_of_document is None else [np.array([tokenizer.end_of_document], tokenizer.dtype)]
     begins = [np.array(tokenizer.opening, tokenizer.dtype)] if tokenizer.opening else []
     found = [] if begins else [*ends]
@@ -164,7 +161,7 @@ def read_tokens(
         for document in reading.documents():
             found += begins
             try:
-                found += tokenizer.encode_stream(document.texts)
+                found += map(tokenizer.encode, tokenizer.pieces(document.texts))
             except UsageError as error:
                 raise UsageError(error.message, path=error.path or document.name, remedy=error.remedy) from error
             found += ends if corpus.has_documents else []
@@ -230,7 +227,6 @@ def _question(line: bytes, number: int, path: Path) -> Question:
 class _Row(NamedTuple):
     """The tokens of a context and one ending, and how many of the last tokens belong to the ending."""
 
-    question: int
     tokens: list[int]
     scored: int
 
@@ -246,9 +242,7 @@ def score_choices(
     """Return how many questions a model answers correctly; ``rows`` endings are computed at once.
 
     An ending is encoded with a space before its text. Of a question that does not fit into the context, the beginning
-    is left out.
-
-    Raises UsageError if a text has a character that is not in the vocabulary, or a log-probability is not finite.
+    is left out. Raises UsageError if the tokenizer cannot encode a text, or a log-probability is not finite.
     """
     # The last token is a target only.
     longest = model.config.context_length + 1
@@ -257,23 +251,20 @@ def score_choices(
         own = _encoded(number, question, tokenizer)
         # The beginning is dropped, never the ending that is scored.
         truncated += any(len(each.tokens) > longest for each in own)
-        encoded += [_Row(number, row.tokens[-longest:], min(row.scored, longest - 1)) for row in own]
-    found = _log_probabilities(model, encoded, rows, progress)
-    sums: list[list[float]] = [[] for _ in questions]
-    means: list[list[float]] = [[] for _ in questions]
-    for row, log_probability in zip(encoded, found, strict=True):
-        if not math.isfinite(log_probability):
+        encoded += [_Row(row.tokens[-longest:], min(row.scored, longest - 1)) for row in own]
+    found = zip(encoded, _log_probabilities(model, encoded, rows, progress), strict=True)
+    right, right_norm = 0, 0
+    for number, question in enumerate(questions, 1):
+        own = list(islice(found, len(question.endings)))
+        if wrong := [value for _, value in own if not math.isfinite(value)]:
             raise UsageError(
-                f"question {row.question + 1:,}: the log-probability of an ending is {log_probability}",
+                f"question {number:,}: the log-probability of an ending is {wrong[0]}",
                 remedy="the weights of the model are not finite or overflow: use an earlier checkpoint",
             )
-        sums[row.question].append(log_probability)
-        means[row.question].append(log_probability / row.scored)
-    acc, acc_norm = (
-        sum(each.index(max(each)) == question.label for each, question in zip(scores, questions, strict=True))
-        / len(questions)
-        for scores in (sums, means)
-    )
+        sums, means = [value for _, value in own], [value / row.scored for row, value in own]
+        right += sums.index(max(sums)) == question.label
+        right_norm += means.index(max(means)) == question.label
+    acc, acc_norm = right / len(questions), right_norm / len(questions)
     # The standard error of a fraction of independent answers.
     error, error_norm = (math.sqrt(each * (1 - each) / len(questions)) for each in (acc, acc_norm))
     return ChoiceScore(acc, acc_norm, error, error_norm, len(questions), truncated)
@@ -286,7 +277,7 @@ def _encoded(number: int, question: Question, tokenizer: Tokenizer) -> list[_Row
         endings = [tokenizer.encode(f" {ending}").tolist() for ending in question.endings]
     except UsageError as error:
         raise UsageError(f"question {number + 1:,}: {error.message}", remedy=error.remedy) from error
-    return [_Row(number, [*context, *ending], len(ending)) for ending in endings]
+    return [_Row([*context, *ending], len(ending)) for ending in endings]
 
 
 def _log_probabilities(model: GPT, encoded: Sequence[_Row], rows: int, progress: Progress | None) -> list[float]:

@@ -41,7 +41,7 @@ def pairs() -> Tokenizer:
 
 
 def whole(tokenizer: Tokenizer, pieces: list[str]) -> list[int]:
-    return [int(id) for tokens in tokenizer.encode_stream(iter(pieces)) for id in tokens]
+    return [int(id) for piece in tokenizer.pieces(iter(pieces)) for id in tokenizer.encode(piece)]
 
 
 @given(PIECES)

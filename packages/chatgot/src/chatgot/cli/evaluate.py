@@ -16,7 +16,6 @@ from chatgot.data.prepare import is_prepared
 from chatgot.data.sft_batches import windows_of
 from chatgot.data.tokenizers.base import Tokens
 from chatgot.run.data import validation_windows
-from chatgot.run.folder import RunFolder
 from chatgot.run.resume import current_config
 from chatgot.run.weights import TrainedModel, load_trained_at
 from chatgot.scoring import (
@@ -137,52 +136,51 @@ def _windows(
     if data is not None and not is_prepared(data):
         with output.meter(f"reading {data}") as progress:
             return data, EvaluationWindows(read(data, trained.tokenizer, progress=progress), length, most=most)
-    dataset = _own_data(trained.folder) if data is None else _other_data(trained, data)
+    dataset = _open(trained, data)
     if data is None and most is None:
         # The windows of the run itself, so that the loss can be compared with its log.
         return str(dataset.path), validation_windows(config, dataset)
     return str(dataset.path), windows_of(dataset, length, most=most)
 
 
-def _own_data(folder: RunFolder) -> Dataset:
-    place = folder.path / folder.record().data.path
+def _open(trained: TrainedModel, data: str | None) -> Dataset:
+    if data is not None:
+        return Dataset.open(data, check=partial(_check_tokenizer, trained))
+    place = trained.folder.path / trained.folder.record().data.path
     if not is_prepared(place):
         raise NotFoundError(
             "the data of the run is no longer there", path=place, remedy="give its new location, or a text: --data PATH"
         )
-    return Dataset.open(place, check=folder.check_data)
+    return Dataset.open(place, check=trained.folder.check_data)
 
 
-def _other_data(trained: TrainedModel, data: str) -> Dataset:
-    def check(dataset: Dataset) -> None:
-        # The ids of another tokenizer are other tokens: the loss would be meaningless.
-        if dataset.tokenizer.digest != trained.tokenizer.digest:
-            raise UsageError(
-                f"was prepared with another tokenizer ({dataset.tokenizer.name}) than the data of the run "
-                f"({trained.tokenizer.name})",
-                path=data,
-                remedy="give the text itself, which is then tokenized as the run needs it",
-            )
-
-    return Dataset.open(data, check=check)
+def _check_tokenizer(trained: TrainedModel, dataset: Dataset) -> None:
+    # The ids of another tokenizer are other tokens: the loss would be meaningless.
+    if dataset.tokenizer.digest != trained.tokenizer.digest:
+        raise UsageError(
+            f"was prepared with another tokenizer ({dataset.tokenizer.name}) than the data of the run "
+            f"({trained.tokenizer.name})",
+            path=dataset.path,
+            remedy="give the text itself, which is then tokenized as the run needs it",
+        )
 
 
 def _rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     model = f"step {document['step']} of {document['run']}, {document['precision']} on {document['device']}"
-    rows = [("model", model)]
+    time = f"{document['seconds']:.1f} s"
     if document["task"] == "text":
-        text = f"{document['data']}: {counted(document['tokens'], 'token')}, {format_bytes(document['bytes'])}"
-        rows += [
-            ("text", text),
+        return [
+            ("model", model),
+            ("text", f"{document['data']}: {counted(document['tokens'], 'token')}, {format_bytes(document['bytes'])}"),
             ("loss", f"{document['loss']:.4f} nats per token"),
             ("perplexity", f"{document['perplexity']:,.2f}"),
             ("bits per byte", f"{document['bits_per_byte']:.4f}"),
+            ("time", f"{time}, {document['tokens'] / document['seconds']:,.0f} tokens/s"),
         ]
-        rate = document["tokens"] / document["seconds"]
-        return [*rows, ("time", f"{document['seconds']:.1f} s, {rate:,.0f} tokens/s")]
     left_out = f", {document['truncated']} cut at the beginning" if document["truncated"] else ""
-    rows += [
+    return [
+        ("model", model),
         ("questions", f"{document['file']}: {document['questions']:,}{left_out}"),
         *((name, f"{document[name]:.2%} (standard error {document[f'{name}_stderr']:.2%})") for name in _ACCURACIES),
+        ("time", time),
     ]
-    return [*rows, ("time", f"{document['seconds']:.1f} s")]

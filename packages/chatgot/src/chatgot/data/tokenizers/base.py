@@ -106,12 +106,8 @@ class Tokenizer(ABC):
             ) from None
         return self._encode(text)
 
-    def encode_stream(self, texts: Iterator[str]) -> Iterator[Tokens]:
-        """Yield the tokens of a text that is given in pieces; the result does not depend on where the pieces end."""
-        return map(self.encode, self.pieces(texts))
-
     def pieces(self, texts: Iterator[str]) -> Iterator[str]:
-        """Return the same text in pieces that may be encoded by themselves."""
+        """Return the same text in pieces that may be encoded by themselves; the tokens do not depend on ``texts``."""
         return at_line_ends(texts) if self.merges else texts
 
     def decode(self, ids: npt.ArrayLike) -> str:
@@ -174,9 +170,9 @@ class Tokenizer(ABC):
     def _encode(self, text: str) -> Tokens:
         """Return the tokens of a text that is valid Unicode."""
 
-    @abstractmethod
     def _decode(self, ids: Ids) -> str:
         """Return the text of ids that are in the vocabulary and not the end-of-document token."""
+        return b"".join(map(self._bytes, ids.tolist())).decode(errors="replace")
 
     @abstractmethod
     def _bytes(self, id: int) -> bytes:

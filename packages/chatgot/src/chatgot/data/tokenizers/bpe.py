@@ -15,7 +15,6 @@ import numpy as np
 from chatgot.data.tokenizers.base import (
     END_OF_DOCUMENT,
     Documents,
-    Ids,
     Tokenizer,
     TokenizerFactory,
     Tokens,
@@ -126,13 +125,14 @@ class BpeTokenizer(Tokenizer):
         # The only method of the library that does not compute offsets.
         return np.array(self._pipeline.encode_batch_fast([text])[0].ids, self.dtype)
 
-    def _decode(self, ids: Ids) -> str:
-        return str(self._pipeline.decode(ids.tolist(), skip_special_tokens=False))
-
     def _bytes(self, id: int) -> bytes:
-        token, notation = self._vocabulary[id], byte_notation()
-        # The library decodes a token that is not in the notation as itself.
-        return bytes(notation[each] for each in token) if notation.keys() >= set(token) else token.encode()
+        return bytes_of(self._vocabulary[id])
+
+
+def bytes_of(token: str) -> bytes:
+    """Return the UTF-8 of a token in GPT-2's notation; a token in no such notation stands for itself."""
+    notation = byte_notation()
+    return bytes(notation[each] for each in token) if notation.keys() >= set(token) else token.encode()
 
 
 @cache

@@ -1,7 +1,6 @@
 """Reserved tokens of conversations beyond the vocabulary of another tokenizer."""
 
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -94,13 +93,6 @@ class ChatTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> Tokens:
         return self.text.encode(text).astype(self.dtype)
-
-    def _decode(self, ids: Ids) -> str:
-        first, found = self.text.vocab_size, []
-        for reserved, run in groupby(ids.tolist(), key=lambda each: each >= first):
-            same = list(run)
-            found += [_RESERVED[id - first] for id in same] if reserved else [self.text.decode(same)]
-        return "".join(found)
 
     def _bytes(self, id: int) -> bytes:
         first = self.text.vocab_size

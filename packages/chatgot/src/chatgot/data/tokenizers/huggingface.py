@@ -12,8 +12,8 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from chatgot.data.tokenizers.base import END_OF_DOCUMENT, Ids, Tokenizer, Tokens, library
-from chatgot.data.tokenizers.bpe import byte_notation
+from chatgot.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, Tokens, library
+from chatgot.data.tokenizers.bpe import bytes_of
 from tensorkeep.errors import CorruptCheckpointError, MissingExtraError, UnsupportedError
 from tensorkeep.ext import prepared
 from tensorkeep.ext.storage import store_errors
@@ -97,18 +97,12 @@ class HuggingFaceTokenizer(Tokenizer):
         encoded = self._pipeline.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.array(encoded.ids, self.dtype)
 
-    def _decode(self, ids: Ids) -> str:
-        return b"".join(map(self._bytes, ids.tolist())).decode(errors="replace")
-
     def _bytes(self, id: int) -> bytes:
         token = self._tokens.get(id)
         if token is None:
             # Some vocabularies have gaps, and a model may predict one.
             return "\ufffd".encode()
-        notation = byte_notation()
-        if id in self._added or not notation.keys() >= set(token):
-            return token.encode()
-        return bytes(notation[each] for each in token)
+        return token.encode() if id in self._added else bytes_of(token)
 
 
 def added_tokens(text: str) -> tuple[list[int], list[int]]:

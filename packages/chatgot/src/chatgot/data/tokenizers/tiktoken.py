@@ -15,7 +15,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from chatgot.data.tokenizers.base import END_OF_DOCUMENT, Ids, Tokenizer, TokenizerFactory, Tokens, library
+from chatgot.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, TokenizerFactory, Tokens, library
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError, did_you_mean
 from tensorkeep.ext import prepared
 
@@ -94,9 +94,6 @@ class TiktokenTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> Tokens:
         return np.array(self._encoding.encode_ordinary(text), self.dtype)
-
-    def _decode(self, ids: Ids) -> str:
-        return b"".join(map(self._bytes, ids.tolist())).decode(errors="replace")
 
     def _bytes(self, id: int) -> bytes:
         try:
