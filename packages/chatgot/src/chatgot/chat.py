@@ -20,18 +20,8 @@ class ChatSession:
     The keys and values of all messages stay in the cache, so that a turn computes only its own tokens. When the
     messages no longer fit into the context, the oldest turns are left out; the system message stays.
 
-    Parameters
-    ----------
-    tokenizer : Tokenizer
-        The tokenizer of the run; it must have message tokens.
-    system : str, optional
-        The message that comes first.
-    max_new_tokens, stop
-        The largest number of tokens of an answer; texts that end an answer, and are left out.
-    seed : int
-        The seed of the first answer; each later answer takes the next seed.
-
-    Raises UsageError if the model was not trained on conversations, or the system message does not fit.
+    ``seed`` is for the first answer, and each later answer takes the next one. An answer ends at a text of ``stop``,
+    which is left out. Raises UsageError if the model was not trained on conversations.
     """
 
     def __init__(
@@ -50,13 +40,10 @@ class ChatSession:
                 f"the model was not trained on conversations: its tokenizer ({tokenizer.name}) has no message tokens",
                 remedy="train it on conversations (docs/how-to/chat.md), or use tensorkeep generate",
             )
-        self._model = model
-        self._tokenizer = tokenizer
-        self._sampling = sampling
-        self._system = system
-        self._max_new_tokens = max_new_tokens
-        self._stop = stop
-        self._seed = seed
+        self._model, self._tokenizer = model, tokenizer
+        # Not from tokens that only pad the vocabulary.
+        self._sampling = replace(sampling, vocab_size=tokenizer.vocab_size)
+        self._system, self._max_new_tokens, self._stop, self._seed = system, max_new_tokens, stop, seed
         self._cache = model.new_cache(1)
         # Of all answers.
         self.tokens = 0
@@ -96,7 +83,7 @@ class ChatSession:
             self._model,
             prompt,
             max_new_tokens=min(self._max_new_tokens, self._model.config.context_length - len(prompt)),
-            sampling=replace(self._sampling, vocab_size=tokenizer.vocab_size),
+            sampling=self._sampling,
             seed=self._seed,
             stop=tokenizer.stops,
             cache=self._cache,

@@ -19,7 +19,6 @@ from tensorkeep.ext import Count, NonNegative, Section
 
 # Token ids of one prompt, or of several prompts of equal length.
 Prompt = Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.integer] | Tensor
-
 # Called after each step with its new tokens, one for each prompt.
 OnToken = Callable[[list[int]], None]
 
@@ -65,10 +64,7 @@ class Sampling(Section, frozen=True):
     vocab_size: Count | None = None
 
     def choose(self, logits: Tensor, generator: torch.Generator, earlier: Tensor | None = None) -> Tensor:
-        """Return one token, int64, for each row of logits, which are on the generator's device.
-
-        ``earlier``, of shape [batch, positions], has the tokens before it, for the repetition penalty.
-        """
+        """Return one token, int64, for each row of logits, given the ``earlier`` tokens, [batch, positions]."""
         logits = logits[:, : self.vocab_size]
         if self.repetition_penalty != 1 and earlier is not None:
             logits = _penalised(logits, earlier, self.repetition_penalty)
@@ -316,12 +312,8 @@ def until_stop(pieces: Iterable[str], stops: Collection[str]) -> Iterator[str]:
 
     The end of a piece that may begin a stop text is held back until the next piece decides it.
 
-    Examples
-    --------
     >>> list(until_stop(["one tw", "o th", "ree"], ["two"]))
     ['one ']
-    >>> "".join(until_stop(["one tw", "elve"], ["two"]))
-    'one twelve'
     """
     held = ""
     for piece in pieces:

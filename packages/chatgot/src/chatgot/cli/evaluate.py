@@ -34,7 +34,6 @@ from tensorkeep.ext import counted, format_bytes
 from tensorkeep.ext.cli import DEFAULT, AtLeastOne, Output, Run, Table, Which
 
 _ACCURACIES = ("acc", "acc_norm")
-
 # Techniques that change what the model computes, and that only training applies.
 _NOT_APPLIED = ("sparse-attention", "quantised-forward", "tf32")
 

@@ -61,10 +61,8 @@ from tensorkeep.ext.cli import (
 
 # Seconds between two lines about training steps without a progress bar, so that a log file stays short.
 _SECONDS_BETWEEN = 5.0
-
 # Shorter evaluations may take most of the time of a run without a remark.
 _LONG_SECONDS = 10.0
-
 _INDENT = "    "
 
 

@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -32,10 +32,8 @@ from tensorkeep.ext import (
 GROUPS = "optim.groups."
 # Prefix of the settings of techniques, such as ``"techniques.compile.mode"``.
 TECHNIQUES = "techniques."
-
 # The setting with the techniques that a recipe turns on where they can run.
 DEFAULTS = "default_techniques"
-
 # Settings by their earlier names, which flags, environment, files and stored runs may still have.
 RENAMED = {
     "loop.accumulate": "loop.gradient_accumulation_steps",
@@ -285,18 +283,10 @@ class Config(Section, frozen=True):
         A new ``data.tokenizer`` resets ``data.vocab_size``; a batch size, and a technique that depends on it, turn
         ``loop.auto_batch_size`` off; unless these are changed as well.
 
-        Parameters
-        ----------
-        settings : mapping of str to object
-            By dotted name, such as ``"optim.lr"``. Text is converted, and ``"none"`` means None. A technique is turned
-            ``"on"`` or ``"off"`` by its name, ``"techniques.compile"``, and turned on by any of its settings; it is
-            then no longer a default technique. ``"default_techniques"`` replaces all default techniques; ``"none"``
-            removes them.
-
-        Raises
-        ------
-        UsageError
-            If there is no such setting, or its value is of the wrong type or out of bounds.
+        Settings have dotted names, such as ``"optim.lr"``. Text is converted, and ``"none"`` means None. A technique is
+        turned ``"on"`` or ``"off"`` by its name, ``"techniques.compile"``, and turned on by any of its
+        settings; it is then no longer a default technique. ``"default_techniques"`` replaces all default techniques;
+        ``"none"`` removes them. Raises UsageError if there is no such setting, or its value is not possible.
         """
         values = self.as_dict()
         known = flat(values)
@@ -308,7 +298,11 @@ class Config(Section, frozen=True):
             if name.startswith(TECHNIQUES):
                 _set_technique(values, name.removeprefix(TECHNIQUES), value)
             elif name == DEFAULTS:
-                values[DEFAULTS] = _as_defaults(value)
+                if value is not None and value != "none" and not isinstance(value, Mapping):
+                    remedy = f'give "none"; {TECHNIQUES}NAME on or off is for a single one'
+                    raise UsageError(f"{DEFAULTS} is {value!r}", remedy=remedy)
+                given = value if isinstance(value, Mapping) else {}
+                values[DEFAULTS] = {each: dict(table) for each, table in given.items()}
             elif name.startswith(f"{DEFAULTS}."):
                 remedy = f"give {TECHNIQUES}{name.removeprefix(f'{DEFAULTS}.')}"
                 raise UsageError(f"{name} cannot be set by itself", remedy=remedy)
@@ -319,9 +313,9 @@ class Config(Section, frozen=True):
                 reduce(getitem, path, values)[field] = None if value == "none" else value
             else:
                 raise unknown_setting(name, known)
-        given = settings.keys() & {"loop.batch_size", "loop.gradient_accumulation_steps"}
-        given |= values["techniques"].keys() & set(_CHOOSE_FROM_BATCHES)
-        if given and "loop.auto_batch_size" not in settings:
+        sizes = settings.keys() & {"loop.batch_size", "loop.gradient_accumulation_steps"}
+        sizes |= values["techniques"].keys() & set(_CHOOSE_FROM_BATCHES)
+        if sizes and "loop.auto_batch_size" not in settings:
             values["loop"]["auto_batch_size"] = False
         # All at once: settings may be valid in combination only.
         return read_settings(values, type(self))
@@ -333,10 +327,9 @@ def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
     for old, new in RENAMED.items():
         section, _, field = old.partition(".")
         if field in found.get(section, {}):
-            table = dict(found[section])
+            rest = {name: value for name, value in found[section].items() if name != field}
             # Where both names are given, the current one counts.
-            table.setdefault(new.partition(".")[2], table.pop(field))
-            found[section] = table
+            found[section] = {new.partition(".")[2]: found[section][field], **rest}
     return found
 
 
@@ -371,25 +364,13 @@ def _set_technique(values: dict[str, Any], name: str, value: object) -> None:
         )
 
 
-def _as_defaults(value: object) -> dict[str, dict[str, Any]]:
-    if value is None or value == "none":
-        return {}
-    if not isinstance(value, Mapping):
-        remedy = f'give "none"; {TECHNIQUES}NAME on or off is for a single one'
-        raise UsageError(f"{DEFAULTS} is {value!r}", remedy=remedy)
-    return {name: dict(settings) for name, settings in value.items()}
-
-
-def setting_names() -> list[str]:
-    return list(_names(Config, ""))
-
-
-def _names(kind: type[msgspec.Struct], prefix: str) -> Iterator[str]:
+def setting_names(kind: type[msgspec.Struct] = Config, prefix: str = "") -> list[str]:
+    found: list[str] = []
     for field in msgspec.structs.fields(kind):
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            yield from _names(field.type, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name
+        is_section = isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
+        name = f"{prefix}{field.name}"
+        found += setting_names(field.type, f"{name}.") if is_section else [name]
+    return found
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -455,11 +436,7 @@ def given_settings(
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, object]:
-    """Return the settings that the user gave, by dotted name; see `tensorkeep.settings.merged`.
-
-    Of the TOML file, the tables within ``[train]`` count. Raises UsageError if the file cannot be read, or has an
-    unknown setting.
-    """
+    """Return the settings that the user gave, by dotted name; of the TOML file, the tables within ``[train]`` count."""
     known = setting_names()
     variables = dict(os.environ if environment is None else environment)
     for old, new in RENAMED.items():

@@ -19,10 +19,8 @@ from tensorkeep.errors import UsageError, did_you_mean
 
 # Opening a run raises this vocabulary size to the size of the data's vocabulary.
 _FROM_DATA = 1
-
 # GPUs are faster with vocabularies that are padded to a multiple of this.
 _PADDED = 128
-
 # What makes training on a GPU faster at the same loss; see `Config.default_techniques`.
 _FAST: dict[str, dict[str, Any]] = {
     "mixed-precision": {},

@@ -19,21 +19,15 @@ from chatgot.model.gpt import IGNORED
 from tensorkeep.errors import UsageError
 
 Order = Literal["random", "shuffled"]
-
 # Inputs and targets: int64 CPU tensors of shape [rows, context_length]; targets are shifted by one token.
 Batch = tuple[torch.Tensor, torch.Tensor]
-
 # The positions in a text where windows begin.
 Offsets = npt.NDArray[np.int64]
-
 # Tokens of an evaluation batch, unless a micro-batch of training has more; larger batches are not faster.
 LARGEST_TOKENS = 16384
-
 _WORDS_PER_COUNT = 4
-
 # Between the seeds of the parts of a mixture: 2**64 divided by the golden ratio.
 _SEED_STEP = 0x9E3779B97F4A7C15
-
 # Of a part of a mixture, as a fraction of all: such a part is drawn from once in a billion windows.
 _LEAST_WEIGHT = 1e-9
 

@@ -130,9 +130,6 @@ def open_source(spec: PathLike, *, encoding: str = "utf-8", field: str = DEFAULT
     ``.jsonl`` and ``.ndjson`` files each line is an object with a document under ``field``; in ``.parquet`` files and
     saved datasets each row has one in that column. A plain file and standard input are one stream of text; all others
     consist of documents.
-
-    Raises NotACheckpointError if there is no such file, folder or match; StoreError if the operating system refuses;
-    UsageError if the encoding is unknown, or something there cannot be read as text.
     """
     text = os.fspath(checked_path(spec))
     _check_encoding(encoding)
@@ -311,11 +308,7 @@ _OPTION = "--field NAME (tensorkeep train: --data.field NAME)"
 
 @contextmanager
 def open_table(file: TextFile, column: str) -> Iterator[tuple[list[str], Iterator[tuple[str, int]]]]:
-    """Open a table: yield the names of its columns, and the texts of one column, each with the bytes done so far.
-
-    Raises MissingExtraError without pyarrow; UsageError if the file is damaged, has no such column, or has a row
-    without a text in UTF-8.
-    """
+    """Open a table: yield the names of its columns, and the texts of one column, each with the bytes done so far."""
     arrow = _library("pyarrow")
     with ExitStack() as stack:
         batches: Iterator[Any]

@@ -27,17 +27,13 @@ FILE = "data.json"
 FORMAT: Final = "tensorkeep-data"
 VERSION: Final = 1
 MIXTURE_VERSION: Final = 2  # earlier releases would read a mixture as one text
-
 TRAIN = "train"
 VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
-
 # The kind of a source of conversations; see `chatgot.data.conversations`.
 CONVERSATIONS = "conversations"
-
 # Bytes.
 _VERIFIED_AT_ONCE = 1 << 22
-
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
 _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]

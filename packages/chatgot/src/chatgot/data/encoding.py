@@ -49,10 +49,7 @@ def default_processes(tokenizer: Tokenizer, nbytes: int) -> int:
 
 
 def encoded(tokenizer: Tokenizer, pieces: Iterator[TextPiece], processes: int) -> Generator[tuple[TextPiece, Tokens]]:
-    """Yield each piece with its tokens, in order.
-
-    Raises UsageError if the tokenizer cannot encode a piece; OutOfMemoryError or StoreError if a process ends early.
-    """
+    """Yield each piece with its tokens, in order; OutOfMemoryError or StoreError if a process ends early."""
     if processes == 1:
         for piece in pieces:
             yield piece, tokenizer.encode(piece.text)

@@ -25,7 +25,6 @@ from chatgot.model.gpt import IGNORED
 from tensorkeep.errors import UsageError
 
 _SCANNED_AT_ONCE = 1 << 24
-
 Places = npt.NDArray[np.int64]
 
 

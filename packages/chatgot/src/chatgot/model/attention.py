@@ -17,13 +17,10 @@ from chatgot.model.layers import CausalConvolution, Rotation, Tails, build_linea
 
 # Positions of queries, and of keys, that FlexAttention computes or skips together.
 TILE = 128
-
 # The smallest head size that FlexAttention supports.
 SMALLEST_HEAD = 16
-
 # Bool, of shape [batch, 1, queries, keys], or a mask of FlexAttention.
 Mask = Tensor | BlockMask
-
 # `(batch, head, query, key) -> bool`: whether a query attends to a key, by their indices.
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -201,8 +198,6 @@ def document_numbers(tokens: Tensor, end: int, before: Tensor | None = None) -> 
 
     ``before`` holds the numbers of earlier tokens, and is included in the result.
 
-    Examples
-    --------
     >>> document_numbers(torch.tensor([[5, 6, 0, 7, 0, 0]]), end=0).tolist()
     [[0, 0, 1, 1, 2, 3]]
     """

@@ -9,7 +9,6 @@ from tensorkeep.errors import UsageError
 from tensorkeep.ext import Count, Decay, Positive, Section, Steps
 
 Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu"]
-
 # Activations that multiply two projections of the input (Shazeer, arXiv 2002.05202).
 GATED = ("swiglu", "geglu")
 
@@ -212,16 +211,7 @@ class ModelConfig(Section, frozen=True):
         return self.vocab_size - self.vocab_padding
 
     def with_tokens(self, count: int) -> Self:
-        """Return a configuration with a vocabulary of at least ``count`` tokens; the other rows are padding.
-
-        Examples
-        --------
-        >>> config = ModelConfig(
-        ...     vocab_size=1, vocab_multiple=128, context_length=64, n_layers=4, n_heads=4, d_model=128
-        ... )
-        >>> config.with_tokens(65).vocab_size, config.with_tokens(65).vocab_padding
-        (128, 63)
-        """
+        """Return a configuration with a vocabulary of at least ``count`` tokens; the other rows are padding."""
         size = math.ceil(max(self.vocab_size, count) / self.vocab_multiple) * self.vocab_multiple
         return msgspec.structs.replace(self, vocab_size=size, vocab_padding=size - count)
 

@@ -32,19 +32,14 @@ from tensorkeep.errors import UsageError
 
 # The target of positions that do not count in the loss.
 IGNORED = -1
-
 # Matrices that write to the residual stream: their initial values are smaller in deep models.
 _RESIDUAL = ("attention.out.weight", "mlp.down.weight")
-
-
-def _relu2(x: Tensor) -> Tensor:
-    return functional.relu(x).square()
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "relu2": _relu2,
+    "relu2": lambda x: functional.relu(x).square(),
     "swiglu": functional.silu,
     "geglu": functional.gelu,
 }
@@ -253,7 +248,15 @@ class GPT(nn.Module):
         # With a cache, these tokens begin at the position after the cached tokens.
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[-1]
-        self._check(tokens, stop)
+        if tokens.ndim != 2:
+            raise UsageError(
+                f"the tokens have {tokens.ndim} dimensions", remedy="give a tensor of shape [batch, positions]"
+            )
+        if stop > self.config.context_length:
+            raise UsageError(
+                f"{stop} tokens do not fit into the context of {self.config.context_length}",
+                remedy=f"give the last {self.config.context_length}, or train a model with a longer context",
+            )
         x = self.embed(tokens, cache)
         # Looked up once, for all blocks.
         rotation = self.positions(start, stop) if isinstance(self.positions, RotaryPositions) else None
@@ -271,15 +274,12 @@ class GPT(nn.Module):
         documents = document_numbers(tokens, self.document_end, None if cache is None else cache.documents)
         if cache is not None:
             cache.documents = documents
-        elif self._takes_tiles(tokens):
-            return tiled_mask(documents)
-        return dense_mask(documents, tokens.shape[1])
-
-    def _takes_tiles(self, tokens: Tensor) -> bool:
+            return dense_mask(documents, tokens.shape[1])
         # FlexAttention is compiled for each length, so it computes whole windows only. It has no dropout.
         config = self.config
         whole = tokens.shape[1] == config.context_length and not (self.training and config.dropout)
-        return tokens.is_cuda and whole and config.head_size >= SMALLEST_HEAD
+        tiled = tokens.is_cuda and whole and config.head_size >= SMALLEST_HEAD
+        return tiled_mask(documents) if tiled else dense_mask(documents, tokens.shape[1])
 
     def embed(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         start = 0 if cache is None else cache.length
@@ -295,17 +295,6 @@ class GPT(nn.Module):
         """Return the logits of the token after the last one, of shape [batch, n_tokens]; see `forward`."""
         # The head computes one position only.
         return self.logits(self.features(tokens, cache)[:, -1])
-
-    def _check(self, tokens: Tensor, stop: int) -> None:
-        if tokens.ndim != 2:
-            raise UsageError(
-                f"the tokens have {tokens.ndim} dimensions", remedy="give a tensor of shape [batch, positions]"
-            )
-        if stop > self.config.context_length:
-            raise UsageError(
-                f"{stop} tokens do not fit into the context of {self.config.context_length}",
-                remedy=f"give the last {self.config.context_length}, or train a model with a longer context",
-            )
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return token_loss(self(tokens), targets)

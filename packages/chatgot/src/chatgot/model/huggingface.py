@@ -20,7 +20,6 @@ from tensorkeep.ext import Positive, prepared, read_settings
 Document = Mapping[str, Any]
 # For each tensor of a `GPT`: its name, the names in transformers of its parts, and whether these are transposed.
 TensorNames = Iterator[tuple[str, tuple[str, ...], bool]]
-
 _GPT2_BLOCK = (
     # name in transformers, name here, whether transformers stores it as [inputs, outputs]
     ("ln_1", "norm1", False),

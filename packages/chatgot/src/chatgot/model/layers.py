@@ -15,7 +15,6 @@ ADAPTER_A, ADAPTER_B = "lora_a", "lora_b"
 
 # Cosines and signed sines for some positions, each of shape [positions, 1, head size].
 Rotation = tuple[Tensor, Tensor]
-
 # For each module that shifts or convolves: the last positions of its input, [batch, positions, channels].
 Tails = dict[nn.Module, Tensor]
 

@@ -13,13 +13,10 @@ from tensorkeep.ext import machine
 
 # The coefficients a, b, c of a step X -> (a + b X X^T + c (X X^T)^2) X.
 Polynomial = tuple[float, float, float]
-
 # Computes `orthogonal`.
 Orthogonal = Callable[[Tensor, Sequence[Polynomial], float, bool, torch.dtype], Tensor]
-
 # By how much rounding in bfloat16 may enlarge a singular value: beyond their range, these polynomials diverge.
 _MARGIN = 1.01
-
 # The best polynomial for each step in turn (Amsel et al., arXiv 2505.16932); the last one is repeated.
 POLAR_EXPRESS: tuple[Polynomial, ...] = tuple(
     (a / _MARGIN, b / _MARGIN**3, c / _MARGIN**5)
@@ -80,7 +77,11 @@ class Muon(torch.optim.Muon):
             momenta: list[Tensor] = []
             self._init_group(group, parameters, gradients, momenta)
             if parameters:
-                variances = self._row_variances(parameters) if "beta2" in group else []
+                variances = []
+                for each in parameters if "beta2" in group else ():
+                    if "row_variance" not in self.state[each]:
+                        self.state[each]["row_variance"] = torch.zeros(each.shape[0], 1, device=each.device)
+                    variances.append(self.state[each]["row_variance"])
                 with self._undone_where_not_finite(parameters + momenta + variances):
                     self._update(group, parameters, gradients, momenta, variances)
         return loss
@@ -97,12 +98,6 @@ class Muon(torch.optim.Muon):
         yield
         for each, old in zip(own, before, strict=True):
             each.copy_(torch.where(self.found_inf > 0, old, each))
-
-    def _row_variances(self, parameters: list[Tensor]) -> list[Tensor]:
-        for each in parameters:
-            if "row_variance" not in self.state[each]:
-                self.state[each]["row_variance"] = torch.zeros(each.shape[0], 1, device=each.device)
-        return [self.state[each]["row_variance"] for each in parameters]
 
     def _update(
         self,
@@ -138,18 +133,12 @@ class Muon(torch.optim.Muon):
             rows, columns = changed[0].shape
             # The factor gives updates of all shapes the same size.
             rate = group["lr"] * math.sqrt(max(1.0, rows / columns))
-            # Without a name, so that the updates of a batch are freed before the next one.
-            torch._foreach_add_(
-                changed,
-                self._direction(group, _chosen(directions, chosen), _chosen(variances, chosen)).unbind(),
-                alpha=-rate,
-            )
-
-    def _direction(self, group: dict[str, Any], matrices: list[Tensor], variances: list[Tensor]) -> Tensor:
-        found = self._orthogonalised(matrices, group)
-        if variances:
-            found = normalise_rows(found, variances, group["beta2"])
-        return found.to(matrices[0].dtype)
+            update = self._orthogonalised(_chosen(directions, chosen), group)
+            if variances:
+                update = normalise_rows(update, _chosen(variances, chosen), group["beta2"])
+            torch._foreach_add_(changed, update.to(changed[0].dtype).unbind(), alpha=-rate)
+            # Freed before the next batch.
+            del update
 
     def _update_shards(
         self, group: dict[str, Any], parameters: list[Any], directions: list[Tensor], variances: list[Tensor]
@@ -171,7 +160,10 @@ class Muon(torch.optim.Muon):
             each.to_local().add_(placed.to_local())
 
     def _orthogonalised(self, matrices: list[Tensor], group: dict[str, Any]) -> Tensor:
-        polynomials, express = tuple(_polynomials(group)), bool(group.get("polar_express"))
+        express, steps = bool(group.get("polar_express")), range(group["ns_steps"])
+        polynomials = tuple(
+            POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)] if express else group["ns_coefficients"] for step in steps
+        )
         ranks, dtype = self.ranks, dtype_of_steps(matrices[0].device.type)
         size = 1 if ranks is None else dist.get_world_size(ranks)
         if size == 1:
@@ -201,13 +193,6 @@ def _chosen(tensors: Sequence[Tensor], positions: Sequence[int]) -> list[Tensor]
 def _local(tensor: Any) -> Tensor:
     found: Tensor = tensor.to_local() if _is_sharded(tensor) else tensor
     return found
-
-
-def _polynomials(group: dict[str, Any]) -> list[Polynomial]:
-    steps: int = group["ns_steps"]
-    if not group.get("polar_express"):
-        return [group["ns_coefficients"]] * steps
-    return [POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)] for step in range(steps)]
 
 
 def _batches(parameters: Sequence[Tensor]) -> Iterator[list[int]]:

@@ -1,6 +1,6 @@
 """Optimizers and their settings: learning rates and weight decays by parameter; the average of the weights."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
@@ -16,7 +16,6 @@ from tensorkeep.ext import Decay, NonNegative, Positive, Section
 
 # The optimizers of a run by name; a training step steps all optimizers.
 Optimizers = dict[str, torch.optim.Optimizer]
-
 _PEAK = "peak_lr"
 # Patterns of the names of parameters, by kind.
 KINDS = {
@@ -92,12 +91,18 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> Optimizers:
 
     Matrices decay, vectors (biases and the weights of norms) do not, as in GPT-3 (Brown et al., arXiv 2005.14165).
     ``"muon"`` updates the matrices of the blocks by orthogonalised momentum (Jordan et al., 2024), the other parameters
-    by AdamW (Loshchilov and Hutter, arXiv 1711.05101). ``groups`` changes the settings of some parameters.
-
-    Raises UsageError if a group has no parameter.
+    by AdamW (Loshchilov and Hutter, arXiv 1711.05101). Raises UsageError if a group has no parameter.
     """
     parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    _check_groups(parameters, config)
+    for group in config.groups:
+        if not any(_matches(name, group) for name in parameters):
+            tied = group == "head" and "head.weight" not in parameters
+            raise UsageError(
+                f"optim.groups has {group!r}, and no trained parameter is in it",
+                remedy="a tied head is the embedding: give 'embeddings'"
+                if tied
+                else f"give one of {', '.join(KINDS)}, or a pattern of names such as 'blocks.0.*'",
+            )
     hidden = {name: each for name, each in parameters.items() if name.startswith("blocks.") and each.ndim == 2}
     if config.name == "adamw":
         return {"adamw": _adamw(parameters, config)}
@@ -126,18 +131,6 @@ def _muon_groups(hidden: Mapping[str, nn.Parameter], config: OptimConfig) -> Ite
 
 def fused_projections(name: str) -> int:
     return next((count for end, count in FUSED_PROJECTIONS.items() if name.endswith(end)), 1)
-
-
-def _check_groups(names: Collection[str], config: OptimConfig) -> None:
-    for group in config.groups:
-        if not any(_matches(name, group) for name in names):
-            tied = group == "head" and "head.weight" not in names
-            raise UsageError(
-                f"optim.groups has {group!r}, and no trained parameter is in it",
-                remedy="a tied head is the embedding: give 'embeddings'"
-                if tied
-                else f"give one of {', '.join(KINDS)}, or a pattern of names such as 'blocks.0.*'",
-            )
 
 
 def _matches(name: str, group: str) -> bool:

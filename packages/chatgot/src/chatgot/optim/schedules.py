@@ -12,13 +12,10 @@ from tensorkeep.ext import Count, Fraction, Section, Steps
 
 # The fraction of the test over which the loss is smoothed: less is noisy, more notices a rise too late.
 _SMOOTHED_OVER = 0.05
-
 # The test ends when the smoothed loss is this many times its lowest value, as in fastai: the weights diverged.
 _DIVERGED_RATIO = 4.0
-
 # The lowest loss counts as a minimum once the smoothed loss has risen to this many times it.
 _MINIMUM_RATIO = 1.1
-
 _SAFETY = 10.0
 
 
@@ -104,8 +101,6 @@ def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float
     Steps count from 1. A decay reaches ``final`` in the last step, but 0 one step later: a step at rate 0 would change
     nothing.
 
-    Examples
-    --------
     >>> schedule = ScheduleConfig(name="linear", warmup_steps=2, final=0.0)
     >>> [round(learning_rate_factor(schedule, step, 7), 2) for step in range(1, 8)]
     [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]

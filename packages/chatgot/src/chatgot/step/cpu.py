@@ -20,9 +20,7 @@ _CONTENDED = 0.05
 _FREE = 0.02
 # So many looks in a row must find that threads wait, so that the save of a small model does not limit spinning.
 _LOOKS = 3
-
 _SPIN_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-
 # Elements per thread of torch: another thread for as many more (``at::internal::GRAIN_SIZE``).
 _GRAIN = 32768
 
@@ -30,7 +28,6 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 # Bytes: glibc takes no larger threshold on 64 bits. Larger blocks are always returned.
 _LARGEST_THRESHOLD = 32 << 20
 _ALL = 2**31 - 1
-
 _ALLOCATOR_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
@@ -100,22 +97,16 @@ class SpinControl(Closing):
         self._idle_teams = _IdleTeams() if limited else None
 
 
-def _teams(threads: int, processors: int) -> int:
-    if threads < 2:
-        # torch was set to one thread meanwhile: no thread spins.
-        return 0
-    # Each team adds all of its threads but the first one to the threads of the main team.
-    return max(1, math.ceil((processors - threads + 1) / (threads - 1)))
-
-
 class _IdleTeams(Closing):
     """As many sleeping teams of OpenMP threads as make libgomp manage more threads than there are processors."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
         threads = torch.get_num_threads()
-        # libgomp counts the processors that the process may use, too.
-        count = _teams(threads, len(machine.usable_processors()))
+        # libgomp counts the processors that the process may use, too. Each team adds all of its threads but the first
+        # one to the threads of the main team. If torch was set to one thread meanwhile, no thread spins.
+        more = len(machine.usable_processors()) - threads + 1
+        count = 0 if threads < 2 else max(1, math.ceil(more / (threads - 1)))
         self._threads = [threading.Thread(target=self._hold_team, args=(threads,), daemon=True) for _ in range(count)]
         for thread in self._threads:
             thread.start()

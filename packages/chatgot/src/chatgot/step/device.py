@@ -36,12 +36,8 @@ def device_name(device: torch.device) -> str:
 
 def numerics_environment(device: torch.device) -> dict[str, Any]:
     """Return the properties that exact results depend on besides configuration and data: torch, device, threads."""
-    model = device_name(device)
-    return {
-        "torch": str(torch.__version__),
-        "device": f"{device.type} ({model})",
-        "threads": torch.get_num_threads(),
-    }
+    name = f"{device.type} ({device_name(device)})"
+    return {"torch": str(torch.__version__), "device": name, "threads": torch.get_num_threads()}
 
 
 class BatchTransfer:
@@ -152,15 +148,7 @@ def _fastest_matmul(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def data_sheet_peak(name: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of a device in its data sheet, by the name that torch gives; None if unknown.
-
-    Examples
-    --------
-    >>> data_sheet_peak("NVIDIA H100 80GB HBM3"), data_sheet_peak("NVIDIA H100 PCIe")
-    (989000000000000.0, 756000000000000.0)
-    >>> data_sheet_peak("NVIDIA GeForce RTX 4090 D") is None
-    True
-    """
+    """Return the dense bfloat16 FLOP/s of a device in its data sheet, by the name that torch gives; None if unknown."""
     # Some names join their words by hyphens, such as A100-SXM4-80GB.
     words = set(name.split()) | set(name.replace("-", " ").split())
     if words & _OTHER_CARDS:

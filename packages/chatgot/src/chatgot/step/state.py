@@ -6,7 +6,7 @@ The loop works on `chatgot.run.state.OpenRun`, which adds the folder, the checkp
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -206,15 +206,13 @@ def can_check_later(run: StepState) -> bool:
         return False
     if run.config.loop.on_divergence == "stop":
         return True
-    # An average must not include updates that turn out to be skipped.
-    return not run.config.ema.decay and all(_skips_on_device(each) for each in run.optimizers.values())
-
-
-def _skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     # By the attribute ``found_inf`` of the optimizer.
-    if isinstance(optimizer, Muon):
-        return True
-    return type(optimizer) is torch.optim.AdamW and bool(optimizer.defaults["fused"])
+    skip_on_device = all(
+        isinstance(each, Muon) or (type(each) is torch.optim.AdamW and each.defaults["fused"])
+        for each in run.optimizers.values()
+    )
+    # An average must not include updates that turn out to be skipped.
+    return not run.config.ema.decay and skip_on_device
 
 
 def check_finite(run: StepState, loss: Tensor, norm: Tensor) -> bool:
@@ -245,29 +243,22 @@ def checked_at_once(run: StepState) -> Iterator[None]:
 
 
 def check_steps(run: StepState) -> bool:
-    """Check the steps since the last check, waiting for the device; return whether the last one was finite.
-
-    Raises DivergedError like `check_finite`.
-    """
+    """Check the steps since the last check, waiting for the device; return whether the last one was finite."""
     # Emptied first, so that no step is checked twice if this raises.
     steps, run.unchecked = run.unchecked, []
+    if len(steps) > 1:
+        # One copy for all steps, so that the CPU waits once.
+        found = torch.stack([torch.stack((each.loss, each.norm)) for each in steps]).tolist()
+    else:
+        found = [[each.loss.item(), each.norm.item()] for each in steps]
     finite = True
-    for step, (loss, norm) in zip(steps, _read(steps), strict=True):
+    for step, (loss, norm) in zip(steps, found, strict=True):
         finite = math.isfinite(loss + norm)
         if finite:
             run.progress.skipped_in_a_row = 0
         else:
             _count_skipped(run, step, f"the loss is {loss:g} and the gradient norm is {norm:g}")
     return finite
-
-
-def _read(steps: Sequence[UncheckedStep]) -> list[list[float]]:
-    if len(steps) == 1:
-        return [[steps[0].loss.item(), steps[0].norm.item()]]
-    # One copy for all steps, so that the CPU waits once.
-    pairs = [torch.stack((each.loss, each.norm)) for each in steps]
-    found: list[list[float]] = torch.stack(pairs).tolist() if pairs else []
-    return found
 
 
 def _count_skipped(run: StepState, step: UncheckedStep, figures: str) -> None:

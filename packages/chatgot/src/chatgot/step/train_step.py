@@ -50,7 +50,10 @@ def train_step(run: StepState) -> StepResult:
     batches = [next(run.batches) for _ in range(loop.gradient_accumulation_steps)]
     run.drawn = range(first, run.batches.position)
     counts = [int(np.count_nonzero(targets.numpy() != IGNORED)) for _, targets in batches]
-    counted = _mean_count(run, sum(counts))
+    counted: float = sum(counts)
+    # Windows of text have the same number of targets on all ranks.
+    if run.world.size > 1 and run.dataset.chat_tokenizer is not None:
+        counted = run.world.mean(torch.tensor(counted, dtype=torch.float64)).item()
     for (inputs, targets), count in zip(batches, counts, strict=True):
         # A batch without an answer has no target, and its mean would be NaN.
         if count:
@@ -72,13 +75,6 @@ def train_step(run: StepState) -> StepResult:
     for optimizer in run.optimizers.values():
         optimizer.zero_grad()
     return StepResult(total, norm, factor * run.config.optim.lr)
-
-
-def _mean_count(run: StepState, count: int) -> float:
-    # Windows of text have the same number of targets on all ranks.
-    if run.world.size == 1 or run.dataset.chat_tokenizer is None:
-        return count
-    return run.world.mean(torch.tensor(count, dtype=torch.float64)).item()
 
 
 def evaluate(

@@ -15,10 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from tensorkeep.errors import RanksDisagreeError, TensorkeepError, UsageError, first_line
 
 T = TypeVar("T")
-
 # For a collective: ranks also wait while rank 0 alone prepares data.
 _TIMEOUT = timedelta(minutes=30)
-
 # The environment variables that torchrun sets in each process that it starts.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -49,9 +47,7 @@ class World:
         return bool(found)
 
     def all_equal(self, *values: int) -> bool:
-        if self.size == 1:
-            return True
-        return len({tuple(each) for each in self.all_gather(values)}) == 1
+        return self.size == 1 or len({tuple(each) for each in self.all_gather(values)}) == 1
 
     def broadcast(self, value: T, *, source: int = 0) -> T:
         """Return the plain value that rank ``source`` has."""
@@ -97,10 +93,7 @@ def can_join() -> bool:
 
 @contextmanager
 def join(device: str) -> Iterator[World]:
-    """Join the process group of the run; an existing group is used and left as it is.
-
-    Raises UsageError if there is no GPU for each rank; RanksDisagreeError if another rank ended or does not answer.
-    """
+    """Join the process group of the run; an existing group is used and left as it is."""
     with ExitStack() as stack:
         stack.enter_context(_lost_ranks_reported())
         if not dist.is_initialized():

@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from tensorkeep.errors import UsageError, import_extra
+from tensorkeep.ext import prepared
 from tensorkeep.ext.formats import checksummed_json
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 """A 1-D array of uint16 or uint32."""
 
 Ids = npt.NDArray[np.int64]
-
 Documents = Iterator[Iterator[str]]
 """Documents in order, each a stream of text that is consumed before the next document."""
 
@@ -68,6 +68,8 @@ class Tokenizer(ABC):
     """The token that precedes each document, and each prompt, if there is one. No text is encoded as it."""
     kind: ClassVar[str]
     """Its name in `as_dict`."""
+    Stored: ClassVar[type[msgspec.Struct]]
+    """The arguments of the class, by their names in `as_dict`."""
     is_sized: ClassVar[bool] = False
     """Whether the user may choose the size of the vocabulary."""
     merges: bool = False
@@ -150,16 +152,13 @@ class Tokenizer(ABC):
         return None
 
     @classmethod
-    @abstractmethod
-    def from_dict(cls, stored: dict[str, Any]) -> "Tokenizer":
+    def from_dict(cls, stored: dict[str, Any]) -> Self:
         """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
+        return cls(**msgspec.structs.asdict(msgspec.convert(stored, prepared(cls.Stored))))
 
     @classmethod
     def factory(cls, argument: str, vocab_size: int | None) -> TokenizerFactory | None:
-        """Return what makes the tokenizer of a choice such as ``"tiktoken:gpt2"``; None if it has no such argument.
-
-        ``vocab_size`` is None unless the class has `is_sized`.
-        """
+        """Return what makes the tokenizer of a choice such as ``"tiktoken:gpt2"``; None if it has no such argument."""
         return None
 
     @abstractmethod
@@ -221,10 +220,7 @@ def library(name: str) -> Any:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str | None) -> list[int]:
-    """Return the tokens of a prompt, as a document begins; None begins a new document, or a new line, or is token 0.
-
-    Raises UsageError if the tokenizer cannot encode the prompt, or it is empty.
-    """
+    """Return the tokens of a prompt, as a document begins; None begins a new document, or a new line, or is token 0."""
     if prompt is not None:
         ids: list[int] = tokenizer.encode(prompt).tolist()
         if not ids:

@@ -22,15 +22,13 @@ from chatgot.data.tokenizers.base import (
     library,
 )
 from tensorkeep.errors import UsageError
-from tensorkeep.ext import prepared
 
 DEFAULT_VOCAB_SIZE = 4096
 SMALLEST_VOCAB_SIZE = 257
 """256 bytes and the end of a document."""
 
-# Bytes of a word that pairs are learned from at once.
+# Bytes of a word that pairs are learned from at once: each merge takes time proportional to the length of a word.
 _LONGEST_LEARNED = 1024
-
 # Occurrences of a pair; merging a pair that occurs once saves nothing.
 _MIN_FREQUENCY = 2
 
@@ -42,6 +40,11 @@ class BpeTokenizer(Tokenizer):
     them; ``merges`` the pairs in the order of learning. With ``documents``, one more token, the last one, ends a
     document. Raises ValueError if the vocabulary and the merges do not match.
     """
+
+    class Stored(msgspec.Struct):
+        vocabulary: list[str]
+        merges: list[tuple[str, str]]
+        documents: bool = msgspec.field(name="end_of_document")
 
     kind = name = "bpe"
     is_sized = True
@@ -81,10 +84,7 @@ class BpeTokenizer(Tokenizer):
 
     @classmethod
     def learn(cls, corpus: Documents, documents: bool, *, vocab_size: int) -> Self:
-        """Return a tokenizer of the most frequent pairs of a corpus, with at most ``vocab_size`` tokens.
-
-        Words longer than 1,024 bytes are learned from in parts: each merge takes time proportional to a word's length.
-        """
+        """Return a tokenizer of the most frequent pairs of a corpus, with at most ``vocab_size`` tokens."""
         tokenizers = library("tokenizers")
         learner = tokenizers.Tokenizer(tokenizers.models.BPE())
         words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -100,11 +100,6 @@ class BpeTokenizer(Tokenizer):
         model = json.loads(learner.to_str())["model"]
         vocabulary = sorted(model["vocab"], key=model["vocab"].__getitem__)
         return cls(vocabulary, [(left, right) for left, right in model["merges"]], documents=documents)
-
-    @classmethod
-    def from_dict(cls, stored: dict[str, Any]) -> Self:
-        fields = msgspec.convert(stored, prepared(_Stored))
-        return cls(fields.vocabulary, fields.merges, documents=fields.end_of_document)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -141,9 +136,3 @@ def byte_notation() -> dict[str, int]:
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), 256)]
     others = [each for each in range(256) if each not in printable]
     return {chr(each): each for each in printable} | {chr(256 + n): each for n, each in enumerate(others)}
-
-
-class _Stored(msgspec.Struct):
-    vocabulary: list[str]
-    merges: list[tuple[str, str]]
-    end_of_document: bool

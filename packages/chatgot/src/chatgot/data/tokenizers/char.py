@@ -10,16 +10,16 @@ import numpy.typing as npt
 
 from chatgot.data.tokenizers.base import Documents, Ids, Tokenizer, TokenizerFactory, Tokens
 from tensorkeep.errors import UsageError
-from tensorkeep.ext import prepared
 
 _BYTES = 256
 
 
 class CharTokenizer(Tokenizer):
-    """Characters (Unicode code points), numbered in their order; with ``documents``, one more token ends a document.
+    """Characters (Unicode code points), numbered in their order; with ``documents``, one more token ends a document."""
 
-    Raises ValueError if the characters are not in ascending order without repeats.
-    """
+    class Stored(msgspec.Struct):
+        characters: str
+        documents: bool = msgspec.field(name="end_of_document")
 
     kind = name = "char"
     encodes_any_text = False
@@ -48,11 +48,6 @@ class CharTokenizer(Tokenizer):
             occurs[_codes(text)] = True
         return cls("".join(map(chr, np.flatnonzero(occurs))), documents=documents)
 
-    @classmethod
-    def from_dict(cls, stored: dict[str, Any]) -> Self:
-        fields = msgspec.convert(stored, prepared(_StoredCharacters))
-        return cls(fields.characters, documents=fields.end_of_document)
-
     def as_dict(self) -> dict[str, Any]:
         end = self.end_of_document is not None
         return {"kind": self.kind, "characters": self.characters, "end_of_document": end}
@@ -77,6 +72,9 @@ class CharTokenizer(Tokenizer):
 class ByteTokenizer(Tokenizer):
     """The 256 bytes of UTF-8, which encode every text; with ``documents``, a 257th token ends a document."""
 
+    class Stored(msgspec.Struct):
+        documents: bool = msgspec.field(name="end_of_document")
+
     kind = name = "byte"
 
     def __init__(self, *, documents: bool) -> None:
@@ -86,10 +84,6 @@ class ByteTokenizer(Tokenizer):
     @classmethod
     def factory(cls, argument: str, vocab_size: int | None) -> TokenizerFactory | None:
         return None if argument else TokenizerFactory(lambda corpus, documents: cls(documents=documents), reads=False)
-
-    @classmethod
-    def from_dict(cls, stored: dict[str, Any]) -> Self:
-        return cls(documents=msgspec.convert(stored, prepared(_Stored)).end_of_document)
 
     def as_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, "end_of_document": self.end_of_document is not None}
@@ -102,14 +96,6 @@ class ByteTokenizer(Tokenizer):
 
     def _bytes(self, id: int) -> bytes:
         return bytes([id])
-
-
-class _Stored(msgspec.Struct):
-    end_of_document: bool
-
-
-class _StoredCharacters(_Stored):
-    characters: str
 
 
 def _codes(text: str) -> npt.NDArray[np.uint32]:

@@ -7,7 +7,7 @@ Qwen's, only composes characters. Others are refused.
 import json
 import logging
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 FILE = "tokenizer.json"
 _SETTINGS = "tokenizer_config.json"
 _OLD_FILES = ("vocab.json", "merges.txt")
-
 # Text of several scripts and kinds of white space, in NFC.
 _PROBE = "A b\tÜ\n  漢字 12!"
 
@@ -32,11 +31,13 @@ class HuggingFaceTokenizer(Tokenizer):
     """A byte-level tokenizer of the package ``tokenizers``, from the text of its ``tokenizer.json``.
 
     Truncation and padding, which it may ask for, are left out: a text has all of its tokens, and no others. Documents
-    and prompts begin with ``begin_of_document``, if it is given.
-
-    Raises ValueError if that is malformed, is not byte-level, changes the text that it encodes other than to NFC, or
-    has no such token as ``end_of_document`` or ``begin_of_document``.
+    and prompts begin with ``begin_of_document``, if it is given. ValueError states why the text cannot be used.
     """
+
+    class Stored(msgspec.Struct):
+        text: str = msgspec.field(name="tokenizer")
+        end_of_document: int | None
+        begin_of_document: int | None = None
 
     kind = name = "huggingface"
     merges = True
@@ -67,11 +68,6 @@ class HuggingFaceTokenizer(Tokenizer):
     @property
     def reserved(self) -> frozenset[int]:
         return super().reserved | {id for id, special in self._added.items() if special}
-
-    @classmethod
-    def from_dict(cls, stored: dict[str, Any]) -> Self:
-        fields = msgspec.convert(stored, prepared(_Stored))
-        return cls(fields.tokenizer, fields.end_of_document, fields.begin_of_document)
 
     def as_dict(self) -> dict[str, Any]:
         stored = {"kind": self.kind, "tokenizer": self._text, "end_of_document": self.end_of_document}
@@ -143,12 +139,6 @@ def _changing_normalizer(normalizer: dict[str, Any] | None) -> str | None:
     return str(normalizer["type"])
 
 
-class _Stored(msgspec.Struct):
-    tokenizer: str
-    end_of_document: int | None
-    begin_of_document: int | None = None
-
-
 class _Token(msgspec.Struct):
     content: str
 
@@ -170,9 +160,6 @@ def read_tokenizer(folder: Path) -> HuggingFaceTokenizer | None:
     The token that ends a document is the ``eos_token`` of its settings, by default ``<|endoftext|>`` if that exists. A
     tokenizer without one is for streams of text, and for conversations, which add one. The token that begins a document
     is the one that the tokenizer puts before each text, as LLaMA 3's does, unless ``add_bos_token`` states otherwise.
-
-    Raises UnsupportedError if it is not byte-level, or has no token like the stated one; CorruptCheckpointError if it
-    is malformed; MissingExtraError if ``tokenizers`` is not installed.
     """
     path = folder / FILE
     with store_errors(path, "read the tokenizer"):

@@ -22,7 +22,6 @@ from tensorkeep.ext.storage import LocalDirectory, store_errors
 
 FROM = "from"
 CHOICES = ("char", "byte", "bpe", "tiktoken:NAME", f"{FROM}:FOLDER")
-
 _CLASSES: dict[str, type[Tokenizer]] = {
     each.kind: each
     for each in (CharTokenizer, ByteTokenizer, BpeTokenizer, TiktokenTokenizer, HuggingFaceTokenizer, ChatTokenizer)
