@@ -1,11 +1,13 @@
 """The blocks of a page of the documentation, and the commands in them."""
 
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ROOT / "packages"
 SITE_ONLY = {"docs/reference/api", "docs/reference/commands"}
 """Folders of the pages that ``make docs`` writes."""
 COMMANDS = {"console", "sh", "bash"}
@@ -37,8 +39,14 @@ class Command:
 
 def pages() -> list[Path]:
     """Return the pages that are written by hand, or generated and committed."""
-    found = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    found = [ROOT / "README.md", *PACKAGES.glob("*/README.md"), *(ROOT / "docs").rglob("*.md")]
     return sorted(page for page in found if str(page.parent.relative_to(ROOT)) not in SITE_ONLY)
+
+
+def extras_of(package: str) -> set[str]:
+    """Return the extras of a package in ``packages/``."""
+    project = tomllib.loads((PACKAGES / package / "pyproject.toml").read_text())["project"]
+    return set(project.get("optional-dependencies", ()))
 
 
 def blocks(page: Path) -> list[Block]:

@@ -122,5 +122,7 @@ PREPARED: dict[str, tuple[Callable[[], None], ...]] = {
     "docs/how-to/show.md": (checkpoints("run@10", "run@20", "run@100", "run@200", "model.safetensors", "llama-5b"),),
     "docs/how-to/techniques.md": (texts("my-text.txt", "corpus"),),
     "docs/how-to/train.md": (texts("my-text.txt", "book.txt", "corpus"), questions, hugging_face_model),
+    "packages/chatgot/README.md": (texts("my-text.txt"),),
+    "packages/tensorkeep-bench/README.md": (checkpoints("runs/step-100"),),
 }
 """By page: what its first block finds in the folder in which it runs."""

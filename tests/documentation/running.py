@@ -5,14 +5,13 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
-from documentation.blocks import ROOT, Command
+from documentation.blocks import PACKAGES, ROOT, Command, extras_of
 from tensorkeep.cli.main import main
 
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
-_SHELL = re.compile(r"[|<>&;*$~`(]|^\w+=|^(?!tensorkeep\b)")
+_SHELL = re.compile(r"[|<>&;*$~`(]|^\w+=|^(?!(tensorkeep|chatgot)\b)")
 _MODEL = "--model.n_layers 1 --model.n_heads 2 --model.d_model 16 --model.context_length 128"
 _STEPS = (
     "--loop.steps 20 --loop.batch_size 2 --loop.gradient_accumulation_steps 1 --schedule.warmup_steps 2 "
@@ -23,10 +22,10 @@ _QUICK = "--runs 1 --budget 1"
 _TINY = "openllama-3b:scale=0.0005:float16"
 
 SHORTER: tuple[tuple[str, str], ...] = (
-    (r"tensorkeep train .*--init-from", _SMALL),
-    (r"tensorkeep train shakespeare", f"{_SMALL} {_MODEL}"),
-    (r"tensorkeep train gpt2.* --data corpus", f"{_SMALL} {_MODEL} --data.tokenizer byte"),
-    (r"tensorkeep train gpt2", f"{_SMALL} {_MODEL}"),
+    (r" train .*--init-from", _SMALL),
+    (r" train shakespeare", f"{_SMALL} {_MODEL}"),
+    (r" train gpt2.* --data corpus", f"{_SMALL} {_MODEL} --data.tokenizer byte"),
+    (r" train gpt2", f"{_SMALL} {_MODEL}"),
     (r"tensorkeep demo", "--rounds 1 --no-progress"),
     (r"tensorkeep tune checkpoint", "--seconds 1 --size 64MB"),
     (r"tensorkeep tune training", "--predict-only"),
@@ -50,7 +49,7 @@ STAND_INS = {
     "--loop.steps 600000": "--loop.steps 40",
     "--techniques.compile.mode max-autotune": "--techniques.compile.backend aot_eager",
     '"only compile"': '"only fused-cross-entropy"',  # compiles for minutes
-    " packages/tensorkeep-bench/benchmarks/": f" {ROOT}/benchmarks/",
+    " packages/tensorkeep-bench/benchmarks/": f" {ROOT}/packages/tensorkeep-bench/benchmarks/",
     "(2_000_000)": "(1_000_000)",  # values, which a command of the page sorts as text
     '"/nvme/run"': '"nvme/run"',
 }
@@ -88,7 +87,7 @@ def run(command: Command, page: str) -> None:
     if command.typed or _SHELL.search(_QUOTED.sub("", line)):
         code = _in_shell(line, "".join(f"{text}\n" for text in command.typed))
     else:
-        code = main(words[1:])
+        code = main(words[1:], name=words[0])
     # A comparison that finds a difference exits with 1.
     allowed = {0, 1} if words[:2] == ["tensorkeep", "diff"] else {0}
     assert code in allowed, f"{page}: `{command.text}`, run as `{line}`, exited with {code}"
@@ -101,10 +100,22 @@ def _in_shell(line: str, typed: str) -> int:
 
 
 def _check_installation(words: list[str]) -> None:
-    """Check what ``pip install`` is to install: the files exist, and the extras are those of this package."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    """Check a ``pip install`` from a clone: the folders exist, and the extras are those of each package.
+
+    None of these packages is on PyPI, where a stranger could publish the name: a command must name the folders of all
+    that it installs, so it names tensorkeep, which the others need.
+    """
+    installed = set()
     for word in words:
-        named = re.fullmatch(r"(?:\.|tensorkeep)\[([\w,]+)\]", word)
-        assert named is None or set(named[1].split(",")) <= set(extras), word
+        assert not re.match(r"\.(\[|$)|tensorkeep|chatgot", word), f"{word} is not the folder of a package"
+        named = re.fullmatch(r"\./packages/([\w*-]+)(?:\[([\w,]+)\])?", word)
+        assert named or not word.startswith("./"), word
+        if named:
+            folders = list(PACKAGES.glob(named[1]))
+            assert folders, word
+            wanted = set(named[2].split(",")) if named[2] else set()
+            assert all(wanted <= extras_of(folder.name) for folder in folders), word
+            installed |= {folder.name for folder in folders}
+    assert not installed or "tensorkeep" in installed, words
     if "-c" in words:
         assert (ROOT / words[words.index("-c") + 1]).is_file()

@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from documentation.blocks import COMMANDS, PYTHON, ROOT, blocks, commands, pages, runnable
+from documentation.blocks import COMMANDS, PACKAGES, PYTHON, ROOT, blocks, commands, extras_of, pages, runnable
 from documentation.prepared import PREPARED, training_loop
 from documentation.running import as_tested, run, with_stand_ins
 
@@ -20,7 +19,10 @@ NOT_RUN = {
 }
 """How many blocks of commands of each page say that the tests do not run them."""
 
-SAMPLE = {"README.md", "docs/start.md", "docs/tutorials/first-checkpoint.md", "docs/tutorials/resume-a-run.md"}
+SAMPLE = {
+    *("README.md", *(f"packages/{name}/README.md" for name in ("tensorkeep", "tensorkeep-formats"))),
+    *("docs/start.md", "docs/tutorials/first-checkpoint.md", "docs/tutorials/resume-a-run.md"),
+}
 """What everyone reads first: `make test` runs these pages; CI runs all of them when documents or commands change."""
 
 RUN = [page for page in pages() if any(runnable(page))]
@@ -82,23 +84,26 @@ def test_commands_are_made_shorter() -> None:
 @pytest.mark.integration
 def test_a_command_that_fails_fails_the_test(folder: Path) -> None:
     page = folder / "page.md"
-    for text in ("$ tensorkeep info missing", "$ false | true", "$ pip install '.[unknown]'"):
-        page.write_text(f"```console\n{text}\n```\n")
+    installations = ("tensorkeep", ".", "./packages/chatgot", "./packages/missing", "'./packages/tensorkeep[unknown]'")
+    for text in ("tensorkeep info missing", "false | true", *(f"pip install {each}" for each in installations)):
+        page.write_text(f"```console\n$ {text}\n```\n")
         (block,) = runnable(page)
         with pytest.raises(AssertionError):
             run(commands(block)[0], "page.md")
 
 
-def test_links_resolve_and_the_start_pages_link_to_every_page_and_explain_every_extra() -> None:
+def test_links_resolve_and_the_start_pages_link_to_every_page_and_explain_every_package_and_extra() -> None:
     for page in pages():
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{name_of(page)} links to {target}"
     index = ROOT / "docs" / "index.md"
     linked = {(index.parent / target).resolve() for target in re.findall(r"\]\(([\w./-]+\.md)\)", index.read_text())}
-    assert set(pages()) - linked == {ROOT / "README.md", index}
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    rows = re.findall(r"^\| (`.+?`) \|", (ROOT / "docs/start.md").read_text(), re.MULTILINE)
-    assert {name for row in rows for name in re.findall(r"\w+", row)} == set(extras)
+    readme, packages = ROOT / "README.md", set(PACKAGES.glob("*/README.md"))
+    assert set(pages()) - linked == {readme, index, *packages}
+    assert all(f"({path.relative_to(ROOT)})" in readme.read_text() for path in packages)
+    names = {path.parent.name for path in packages}
+    names |= {f"{name}[{extra}]" for name in names for extra in extras_of(name)}
+    assert set(re.findall(r"^\| `(.+?)` \|", (ROOT / "docs/start.md").read_text(), re.MULTILINE)) == names
 
 
 def test_the_page_of_measurements_and_the_chart_match_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +113,7 @@ def test_the_page_of_measurements_and_the_chart_match_the_results(monkeypatch: p
 
 
 def test_texts_of_errors_that_are_explained_are_those_of_the_source() -> None:
-    source = "".join(path.read_text() for path in sorted(ROOT.glob("packages/*/src/**/*.py")))
+    source = "".join(path.read_text() for path in sorted(PACKAGES.glob("*/src/**/*.py")))
     source = re.sub(r'"\s*f?"', "", source)  # texts on several lines
     titles = re.findall(r"^### `(.+)`$", (ROOT / "docs/how-to/troubleshoot.md").read_text(), re.MULTILINE)
     assert len(titles) > 10
