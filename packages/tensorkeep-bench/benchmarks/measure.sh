@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The results that are committed under packages/tensorkeep-bench/benchmarks/results/, measured again: `packages/tensorkeep-bench/benchmarks/measure.sh FOLDER [NAME...]`.
+# Measures the results in results/ again: `packages/tensorkeep-bench/benchmarks/measure.sh FOLDER [NAME...]`.
 # FOLDER lies on the disk to measure and keeps reports and plots; what is committed is each results.json, as NAME.json.gz.
-# A NAME that has results already goes on where it stopped. All of it takes some hours; nothing else may run beside it.
+# A NAME that has results already is resumed. All of it takes some hours; nothing else may run beside it.
 # Training is measured on TEXT, the file of tiny Shakespeare, and left out without it.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

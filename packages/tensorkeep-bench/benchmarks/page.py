@@ -60,7 +60,7 @@ def _section(name: str) -> Iterator[str]:
     results = read_results(RESULTS / f"{name}.json.gz")
     subject = results.subject.description
     day = results.started[:10]
-    samples = f"[samples](../benchmarks/results/{name}.json.gz)"
+    samples = f"[samples](../packages/tensorkeep-bench/benchmarks/results/{name}.json.gz)"
     yield f"`{results.command}`: {subject}; {results.blocks} blocks; {day}; {samples}.\n"
     if results.experiment.about:
         yield f"{results.experiment.about}\n"
