@@ -106,10 +106,8 @@ class SaveOptions:
         if self.incremental not in (False, True, "delta"):
             raise UsageError(f"incremental is {self.incremental!r}", remedy='give True, False or "delta"')
         if self.delta and self.compression not in (None, "lossless"):
-            raise UsageError(
-                f'incremental="delta" needs compression="lossless", not {self.compression!r}',
-                remedy="leave out one argument",
-            )
+            text = f'incremental="delta" needs compression="lossless", not {self.compression!r}'
+            raise UsageError(text, remedy="leave out one argument")
 
     @property
     def delta(self) -> bool:
@@ -407,11 +405,9 @@ class CheckpointManager:
             # As a reader will.
             msgspec.json.decode(msgspec.json.encode(record), type=prepared(StepRecord))
         except (msgspec.ValidationError, OverflowError) as error:
-            raise UnsupportedError(
-                f"step {step}, saved {record.saved_at:.0f} seconds after 1970, cannot be stored ({error})",
-                path=self._backend.root,
-                remedy="look at the number of the step and at the clock of this machine",
-            ) from error
+            text = f"step {step}, saved {record.saved_at:.0f} seconds after 1970, cannot be stored ({error})"
+            remedy = "look at the number of the step and at the clock of this machine"
+            raise UnsupportedError(text, path=self._backend.root, remedy=remedy) from error
         # Only rank 0 stores and checks metrics.
         if is_main:
             self.keep.check(record.metrics)
@@ -430,9 +426,8 @@ class CheckpointManager:
                 known = self._damaged.get(path)
                 replaces = is_damaged(path) or (known is not None and known == manifest_digest(path))
                 if not replaces:
-                    raise DestinationExistsError(
-                        "this step was saved already", path=path, remedy="give overwrite=True, or delete it first"
-                    )
+                    text = "this step was saved already"
+                    raise DestinationExistsError(text, path=path, remedy="give overwrite=True, or delete it first")
             return replaces, [number for number in numbers if number > step]
 
         # In another thread, because Ctrl-C could otherwise leave an open directory behind.
@@ -566,11 +561,8 @@ class CheckpointManager:
                 if outcomes[0] == "missing":
                     continue  # its writer has deleted it since it was listed
             if outcome == "missing":
-                raise RanksDisagreeError(
-                    "this rank does not find a step that rank 0 has found",
-                    path=path,
-                    remedy="give a folder that all ranks share",
-                ) from error
+                text = "this rank does not find a step that rank 0 has found"
+                raise RanksDisagreeError(text, path=path, remedy="give a folder that all ranks share") from error
             raise error or RanksDisagreeError("other ranks could not restore it", path=path, remedy="see their errors")
         raise first_error or NotACheckpointError(
             "contains no steps", path=self._backend.root, remedy="check the folder, or start from the beginning"
@@ -657,11 +649,8 @@ def _checked_tier(
 ) -> LocalTier:
     """Raises UsageError if the root is not in a store, or for many ranks; UnsupportedError for a read-only store."""
     if not isinstance(root, StorePath):
-        raise UsageError(
-            "local= is for a run in an object store",
-            path=root,
-            remedy="give a URL such as s3://bucket/run, or no local=",
-        )
+        text = "local= is for a run in an object store"
+        raise UsageError(text, path=root, remedy="give a URL such as s3://bucket/run, or no local=")
     check_store(root, "native")
     if ranks.is_distributed:
         raise UsageError("local= and group= exclude each other", remedy="leave one out: ranks save into the store")

@@ -44,10 +44,8 @@ class SaveMemory:
             least = max(MINIMUM_BUDGET, each) + MINIMUM_BUDGET
             if self._budget is not None and self._budget < least:
                 found = format_bytes(self._budget)
-                raise UsageError(
-                    f"a memory budget of {found} for each copy of the state is too small for saving into a store",
-                    remedy=f"give at least {format_least_bytes(least)} for each",
-                )
+                text = f"a memory budget of {found} for each copy of the state is too small for saving into a store"
+                raise UsageError(text, remedy=f"give at least {format_least_bytes(least)} for each")
         # A quarter of a given budget writes, the rest holds the copy of the state.
         limit = threads * each if self._budget is None else self._budget // 4
         self._working = _with_budget(self._working, max(MINIMUM_BUDGET, each, min(threads * each, limit)))
@@ -104,10 +102,8 @@ def checked_budget(
         what = ["saving in the background"] if background else ["saving"]
         what += ["of differences"] if delta else []
         what += [f"with {copies} copies of the state"] if copies > 1 else []
-        raise UsageError(
-            f"a memory budget of {format_bytes(parsed)} is too small for {' '.join(what)}",
-            remedy=f"give at least {format_least_bytes(least)}",
-        )
+        text = f"a memory budget of {format_bytes(parsed)} is too small for {' '.join(what)}"
+        raise UsageError(text, remedy=f"give at least {format_least_bytes(least)}")
     return parsed
 
 
@@ -414,10 +410,8 @@ class SaveQueue:
         """Other threads wait until the context ends. Raises UsageError if this thread is saving already."""
         # A reentrant lock would let a signal handler in, and change the queue in the middle of an operation.
         if self._adding._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks it
-            raise UsageError(
-                "save() was called while this thread is in save(), probably by a signal handler",
-                remedy="let the handler note the signal, and save after the step: see OnSignal",
-            )
+            text = "save() was called while this thread is in save(), probably by a signal handler"
+            raise UsageError(text, remedy="let the handler note the signal, and save after the step: see OnSignal")
         return self._adding
 
     def wait_for_place(self) -> None:

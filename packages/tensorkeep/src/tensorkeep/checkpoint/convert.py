@@ -113,22 +113,16 @@ def format_for(dst: PathLike, to: str | None = None) -> str:
     # Readers would take one format for the other.
     if to is not None and by_suffix not in (to, DEFAULT_FORMAT):
         suffix = Path(dst).suffix
-        raise UsageError(
-            f"the suffix {suffix} belongs to the format {by_suffix}, not to {to}",
-            path=dst,
-            remedy=f"leave the suffix out, or write {by_suffix} (to={by_suffix!r}, --to {by_suffix})",
-        )
+        remedy = f"leave the suffix out, or write {by_suffix} (to={by_suffix!r}, --to {by_suffix})"
+        raise UsageError(f"the suffix {suffix} belongs to the format {by_suffix}, not to {to}", path=dst, remedy=remedy)
     return to or by_suffix
 
 
 def _check_outside(src: PathLike, dst: PathLike) -> None:
     # Links are resolved: the destination may lie inside the source under another name.
     if _resolved(src) in _resolved(dst).parents:
-        raise UsageError(
-            "the destination is inside the source, which is never changed",
-            path=dst,
-            remedy="choose a path outside of the source",
-        )
+        text = "the destination is inside the source, which is never changed"
+        raise UsageError(text, path=dst, remedy="choose a path outside of the source")
 
 
 def _resolved(path: PathLike) -> Path:
@@ -145,11 +139,8 @@ def _selected(reader: Reader, select: str | Iterable[str] | None) -> Flat[Source
     orphans = [n for n in chosen if n in flat.aliases and flat.aliases[n].of not in chosen]
     if orphans:
         base = flat.aliases[orphans[0]].of
-        raise UsageError(
-            f"{orphans[0]!r} is a view of {base!r}, which is not selected",
-            path=reader.path,
-            remedy=f"select {base!r} as well",
-        )
+        text = f"{orphans[0]!r} is a view of {base!r}, which is not selected"
+        raise UsageError(text, path=reader.path, remedy=f"select {base!r} as well")
     return Flat(
         skeleton=prune(flat.skeleton, chosen),
         leaves={name: leaf for name, leaf in flat.leaves.items() if name in chosen},

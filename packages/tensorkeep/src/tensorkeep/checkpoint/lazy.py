@@ -121,11 +121,8 @@ class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
         UsageError is raised if the checkpoint was opened with ``verify=False``, or is closed.
         """
         if not self._settings.verify:
-            raise UsageError(
-                "was opened with verify=False, so that reading checks nothing",
-                path=self.path,
-                remedy="open it with verify=True, or call tensorkeep.verify",
-            )
+            text = "was opened with verify=False, so that reading checks nothing"
+            raise UsageError(text, path=self.path, remedy="open it with verify=True, or call tensorkeep.verify")
         reader, pool = self._open()
         with drawn(progress, "verifying") as callback:
             return verify_open(reader, pool, threads=threads, progress=callback)
@@ -262,8 +259,7 @@ class LazyTensor:
         reader, pool = self._checkpoint._open()
         leaf = Leaf.of(self.name, out)
         if leaf is None or (leaf.dtype, leaf.shape) != (self._dtype, self.shape) or not leaf.writable:
-            raise UsageError(
-                f"`out` is not a writable {self._dtype} of shape {list(self.shape)}", path=reader.path, name=self.name
-            )
+            text = f"`out` is not a writable {self._dtype} of shape {list(self.shape)}"
+            raise UsageError(text, path=reader.path, name=self.name)
         fill(reader, self.name, leaf, pool)
         return out

@@ -84,12 +84,8 @@ def _map_tensor(reader: Reader, kind: LeafKind, leaf: StoredLeaf) -> Array:
         if not tensor.data_ptr() % leaf.dtype.itemsize:
             return tensor
     how = f"is stored as {leaf.codec}" if leaf.codec != "raw" else "is not stored in one aligned piece"
-    raise UnsupportedError(
-        f"{how}, so that it cannot be mapped",
-        path=reader.path,
-        name=leaf.name,
-        remedy="load without mmap, or `tensorkeep.convert` it with compression='none'",
-    )
+    remedy = "load without mmap, or `tensorkeep.convert` it with compression='none'"
+    raise UnsupportedError(f"{how}, so that it cannot be mapped", path=reader.path, name=leaf.name, remedy=remedy)
 
 
 # Loading from an open checkpoint: a new state, or into tensors in place and objects by ``load_state_dict``.
@@ -166,9 +162,8 @@ def _check_request(request: LoadRequest) -> None:
         if given[one] and given[other]:
             raise UsageError(f"`{one}` and `{other}` exclude each other", remedy=remedy)
     if request.mmap and str(request.device or "cpu") != "cpu":
-        raise UsageError(
-            f"mapped tensors cannot be on device {str(request.device)!r}", remedy="leave out `mmap`, or move them later"
-        )
+        text = f"mapped tensors cannot be on device {str(request.device)!r}"
+        raise UsageError(text, remedy="leave out `mmap`, or move them later")
     check_device(request.device)
 
 

@@ -186,10 +186,8 @@ def select_by_target(
         elif not is_module(stateful.value):
             complete.add(path)
             if not own_names[path] & tensors.keys() <= selected:
-                raise UsageError(
-                    f"only some tensors of the {type(stateful.value).__name__} at {display(path)!r} are selected",
-                    remedy="select all of its tensors, or none",
-                )
+                text = f"only some tensors of the {type(stateful.value).__name__} at {display(path)!r} are selected"
+                raise UsageError(text, remedy="select all of its tensors, or none")
     return [name for name in tensors if name in selected], unselected
 
 
@@ -377,10 +375,9 @@ def check_same_checkpoint(reader: Reader, ranks: RankCoordinator) -> None:
     paths = [os.fsdecode(path) for _, path in found]
     for rank, (identity, _) in enumerate(found):
         if identity != found[0][0]:
-            raise RanksDisagreeError(
-                f"rank 0 has opened {paths[0]}, and rank {rank} has opened another checkpoint, {paths[rank]}",
-                remedy="give the same path on all ranks; if it is the same, a save has replaced it: load it again",
-            )
+            text = f"rank 0 has opened {paths[0]}, and rank {rank} has opened another checkpoint, {paths[rank]}"
+            remedy = "give the same path on all ranks; if it is the same, a save has replaced it: load it again"
+            raise RanksDisagreeError(text, remedy=remedy)
 
 
 def loaded_by_others(

@@ -64,10 +64,8 @@ def check_device(device: Device) -> None:
     # A build of torch without CUDA raises an AssertionError.
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         message = str(error).splitlines()[0]
-        raise UsageError(
-            f"tensors cannot be allocated on device {str(device)!r}: {message}",
-            remedy='give "cpu", or a device that torch finds here',
-        ) from None
+        text = f"tensors cannot be allocated on device {str(device)!r}: {message}"
+        raise UsageError(text, remedy='give "cpu", or a device that torch finds here') from None
 
 
 # Progress.
@@ -112,10 +110,8 @@ def drawn(progress: ProgressOption, doing: str) -> Iterator[Progress | None]:
 def callback_only(progress: ProgressOption) -> Progress | None:
     """The callback of a background save, which draws nothing. Raises UsageError for True."""
     if progress is True:
-        raise UsageError(
-            "progress=True draws a bar, which a save in the background would draw over the output of the program",
-            remedy="give a function of (bytes done, bytes in all)",
-        )
+        text = "progress=True draws a bar, which a save in the background would draw over the output of the program"
+        raise UsageError(text, remedy="give a function of (bytes done, bytes in all)")
     return None if progress is False else progress
 
 

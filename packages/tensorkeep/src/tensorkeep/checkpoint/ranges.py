@@ -352,11 +352,9 @@ class CopyPlan:
         stored = {self._reader.entries[name].alias_of or name for name in names}
         needed = sum(prod(self._reader.entries[name].shape) * self._dtype_of(name).itemsize for name in stored)
         if device is None and needed > (limit := memory_limit()):
-            raise OutOfMemoryError(
-                f"needs {format_bytes(needed)} of memory, this process can have {format_bytes(limit)}",
-                path=self._reader.path,
-                remedy="`select` some of the tensors, or `tensorkeep.open` it and slice",
-            )
+            text = f"needs {format_bytes(needed)} of memory, this process can have {format_bytes(limit)}"
+            remedy = "`select` some of the tensors, or `tensorkeep.open` it and slice"
+            raise OutOfMemoryError(text, path=self._reader.path, remedy=remedy)
 
     @property
     def nbytes(self) -> int:

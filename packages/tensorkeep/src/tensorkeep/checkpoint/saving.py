@@ -110,11 +110,8 @@ def check_store(path: PathLike, format: str) -> None:
     storage = storage_of(as_path(path))
     storage.check_writable(as_path(path))
     if storage.remote and not FORMATS.get(format).writes_to_stores:
-        raise UnsupportedError(
-            f"format {format!r} is not written to object stores",
-            path=path,
-            remedy="save in the native format (leave out the suffix and `format`), or to a disk, and upload it",
-        )
+        remedy = "save in the native format (leave out the suffix and `format`), or to a disk, and upload it"
+        raise UnsupportedError(f"format {format!r} is not written to object stores", path=path, remedy=remedy)
 
 
 def default_format(path: PathLike) -> str:
@@ -168,9 +165,8 @@ def _begin(
     check_saveable(whole)
     # Early, before the state is copied or measured. The commit looks again.
     if ranks.is_main and not settings.overwrite and storage_of(path).is_taken(path):
-        raise DestinationExistsError(
-            "exists already", path=path, remedy="choose another path, or replace it (overwrite=True)"
-        )
+        text = "exists already"
+        raise DestinationExistsError(text, path=path, remedy="choose another path, or replace it (overwrite=True)")
     if not copy:
         settings = replace(settings, pool=memory.single_pool())
     decision: dict[str, Any] | None = None
@@ -217,11 +213,8 @@ def _begin(
 def _arguments_of_all(request: SaveRequest) -> dict[str, Any]:
     """The arguments that must be the same on all ranks; the others count on rank 0 only."""
     if request.format != "native":
-        raise UsageError(
-            f"format {request.format!r} is written by one process",
-            path=request.path,
-            remedy="leave out `format` and the path's suffix; `tensorkeep convert` writes other formats afterwards",
-        )
+        remedy = "leave out `format` and the path's suffix; `tensorkeep convert` writes other formats afterwards"
+        raise UsageError(f"format {request.format!r} is written by one process", path=request.path, remedy=remedy)
     options = request.write.options_as(NativeOptions)
     return {
         "path": os.fspath(request.path),
@@ -250,10 +243,9 @@ def _checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the metadata cannot be stored as JSON ({error})", remedy="give plain values") from error
     if not same:
-        raise UsageError(
-            "the metadata would come back changed: JSON has no tuples, bytes or NaN, and its keys are strings",
-            remedy="give a dict of strings, numbers, booleans, None, lists and such dicts, or put it into the state",
-        )
+        text = "the metadata would come back changed: JSON has no tuples, bytes or NaN, and its keys are strings"
+        remedy = "give a dict of strings, numbers, booleans, None, lists and such dicts, or put it into the state"
+        raise UsageError(text, remedy=remedy)
     return copied
 
 

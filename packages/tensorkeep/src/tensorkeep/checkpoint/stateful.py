@@ -197,10 +197,8 @@ class RandomState:
         torch = sys.modules.get("torch")
         here = torch.cuda.device_count() if torch is not None else 0
         if saved not in (0, here):
-            raise UnsupportedError(
-                f"holds the random states of {saved} CUDA devices, and this machine has {here}",
-                remedy="do not restore them (`select` the rest), and seed the generators",
-            )
+            text = f"holds the random states of {saved} CUDA devices, and this machine has {here}"
+            raise UnsupportedError(text, remedy="do not restore them (`select` the rest), and seed the generators")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the states of all generators; raise as `check_state_dict`."""

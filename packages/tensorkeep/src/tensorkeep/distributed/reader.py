@@ -56,11 +56,8 @@ class DcpEntries:
         # DCP's own function flattens, so that names and paths are exactly the ones that it asks for.
         state = rebuild(self._reader, self._reader.flat.skeleton, tensors, as_given=tensors)
         if not isinstance(state, dict):
-            raise UnsupportedError(
-                f"its state is a {type(state).__name__}, and torch.distributed.checkpoint loads dicts only",
-                path=self._reader.path,
-                remedy="load it with tensorkeep.load",
-            )
+            text = f"its state is a {type(state).__name__}, and torch.distributed.checkpoint loads dicts only"
+            raise UnsupportedError(text, path=self._reader.path, remedy="load it with tensorkeep.load")
         flat, paths = flatten_state_dict(state)
         return paths, flat
 
@@ -276,11 +273,7 @@ def _piece(reader: Reader, name: str, item: ReadItem, target: torch.Tensor) -> T
     entry, target = reader.entries[name], target.detach()
     dtype = check_torch(name, target.dtype)
     if dtype != entry.dtype or tuple(target.shape) != tuple(item.lengths):
-        raise StateMismatchError(
-            f"is {dtype} {list(target.shape)} in the state, {entry.dtype} {list(item.lengths)} saved",
-            path=reader.path,
-            name=name,
-            remedy=f"load into a tensor of {entry.dtype}, and convert it then",
-            different=(name,),
-        )
+        text = f"is {dtype} {list(target.shape)} in the state, {entry.dtype} {list(item.lengths)} saved"
+        remedy = f"load into a tensor of {entry.dtype}, and convert it then"
+        raise StateMismatchError(text, path=reader.path, name=name, remedy=remedy, different=(name,))
     return TensorShard(name, "tensor", dtype, target, whole=entry.shape, offsets=tuple(item.storage_offsets))

@@ -83,11 +83,8 @@ def _add_tensor(found: RankState, item: WriteItem, planner: SavePlanner) -> None
     assert leaf is not None and data is not None
     expected = check_torch(name, data.properties.dtype), tuple(data.chunk.sizes)
     if (leaf.dtype, leaf.shape) != expected:
-        raise UnsupportedLeafError(
-            f"the plan says {expected[0]} {list(expected[1])}, and the planner gives {leaf.dtype} {list(leaf.shape)}",
-            name=name,
-            remedy="let the planner change the plan as it changes the tensor",
-        )
+        text = f"the plan says {expected[0]} {list(expected[1])}, and the planner gives {leaf.dtype} {list(leaf.shape)}"
+        raise UnsupportedLeafError(text, name=name, remedy="let the planner change the plan as it changes the tensor")
     found.dtypes[name] = leaf.dtype.name
     if leaf.nbytes:
         # Ranks without elements of a tensor write no shard, but its dtype is compared.
@@ -98,11 +95,9 @@ def _add_tensor(found: RankState, item: WriteItem, planner: SavePlanner) -> None
 def _value(planner: SavePlanner, item: WriteItem) -> Any:
     lookup = getattr(planner, "lookup_object", None)
     if lookup is None:
-        raise UnsupportedLeafError(
-            f"{type(planner).__name__} has no lookup_object, so that its plain values are known as pickles only",
-            name=item.index.fqn,
-            remedy="derive it from torch.distributed.checkpoint.DefaultSavePlanner",
-        )
+        text = f"{type(planner).__name__} has no lookup_object, so that its plain values are known as pickles only"
+        remedy = "derive it from torch.distributed.checkpoint.DefaultSavePlanner"
+        raise UnsupportedLeafError(text, name=item.index.fqn, remedy=remedy)
     return lookup(item.index)
 
 
@@ -153,11 +148,9 @@ def _check_dtypes(leaves: Mapping[str, FullTensor], ranks: Sequence[RankState]) 
     for number, rank in enumerate(ranks):
         for name, dtype in rank.dtypes.items():
             if dtype != leaves[name].dtype.name:
-                raise RanksDisagreeError(
-                    f"is {dtype} on rank {number}, and {leaves[name].dtype} on an earlier one",
-                    name=name,
-                    remedy="give all ranks the same state; only the shards of DTensors may differ",
-                )
+                text = f"is {dtype} on rank {number}, and {leaves[name].dtype} on an earlier one"
+                remedy = "give all ranks the same state; only the shards of DTensors may differ"
+                raise RanksDisagreeError(text, name=name, remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +179,9 @@ class SharedFolder:
             # Each rank uses a folder once: a second save must not find the folder of the first.
             folder = _announced.pop(destination, None)
         if folder is None:
-            raise RanksDisagreeError(
-                "the coordinator's plan did not arrive, or names another path",
-                path=destination,
-                remedy="give all ranks the same path, and let the planner return the plans that it is given",
-            )
+            text = "the coordinator's plan did not arrive, or names another path"
+            remedy = "give all ranks the same path, and let the planner return the plans that it is given"
+            raise RanksDisagreeError(text, path=destination, remedy=remedy)
         return folder
 
 
@@ -284,9 +275,8 @@ class DcpWriter(StorageWriter):
         **options: Any,
     ) -> None:
         if compression == "auto":
-            raise UsageError(
-                "compression='auto' measures one process, and here many write", remedy="give 'none' or 'lossless'"
-            )
+            text = "compression='auto' measures one process, and here many write"
+            raise UsageError(text, remedy="give 'none' or 'lossless'")
         arguments: dict[str, Any] = {
             "compression": compression,
             "overwrite": overwrite,
@@ -321,11 +311,8 @@ class DcpWriter(StorageWriter):
         if self._path is None:
             raise UsageError("no path is given", remedy="give DcpWriter a path, or dcp.save a checkpoint_id")
         if not kwargs.get("use_collectives", True):
-            raise UsageError(
-                "without collectives a checkpoint could not become visible as a whole",
-                path=self._path,
-                remedy="leave out use_collectives=False",
-            )
+            text = "without collectives a checkpoint could not become visible as a whole"
+            raise UsageError(text, path=self._path, remedy="leave out use_collectives=False")
         self._rank = kwargs.get("rank", 0)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

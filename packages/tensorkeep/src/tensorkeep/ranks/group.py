@@ -343,14 +343,12 @@ def _disagreement(states: Iterable[_State]) -> RanksDisagreeError:
     for rank, state in enumerate(by_rank):
         if state.error is not None:
             kind, text = state.error
-            return RanksDisagreeError(
-                f"rank {rank} has failed {state.doing}: {kind}: {text}", remedy="see the error of that rank"
-            )
+            message = f"rank {rank} has failed {state.doing}: {kind}: {text}"
+            return RanksDisagreeError(message, remedy="see the error of that rank")
     first, other = by_rank[0], next(each for each in by_rank if each.doing != by_rank[0].doing)
-    return RanksDisagreeError(
-        f"rank 0 is {first.doing}, and rank {by_rank.index(other)} is {other.doing}",
-        remedy="save and load in the same order on all ranks, with into= on all ranks or on none",
-    )
+    message = f"rank 0 is {first.doing}, and rank {by_rank.index(other)} is {other.doing}"
+    remedy = "save and load in the same order on all ranks, with into= on all ranks or on none"
+    return RanksDisagreeError(message, remedy=remedy)
 
 
 # What all operations of a process group share, with any timeout.
@@ -419,10 +417,8 @@ def ranks_of(group: Group, timeout: float | None) -> RankCoordinator:
     from torch import distributed as dist
 
     if not isinstance(group, dist.ProcessGroup) or not dist.is_initialized() or dist.get_rank(group) < 0:
-        raise UsageError(
-            f"group is {group!r}, which is not a process group that this process is in",
-            remedy="call torch.distributed.init_process_group(), and give group=torch.distributed.group.WORLD",
-        )
+        remedy = "call torch.distributed.init_process_group(), and give group=torch.distributed.group.WORLD"
+        raise UsageError(f"group is {group!r}, which is not a process group that this process is in", remedy=remedy)
     seconds = DEFAULT_TIMEOUT if timeout is None else float(timeout)
     if not seconds > 0:
         raise UsageError(f"timeout is {timeout!r}", remedy="give a positive number of seconds")

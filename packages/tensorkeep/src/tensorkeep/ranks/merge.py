@@ -159,11 +159,9 @@ def _add(
 
 def _check_same(name: str, field: str, rank: int, value: object, other_rank: int, other: object) -> None:
     if value != other:
-        raise RanksDisagreeError(
-            f"its {field} is {_text(value)} on rank {rank}, and {_text(other)} on rank {other_rank}",
-            name=name,
-            remedy="give all ranks the same state, apart from their shards of DTensors",
-        )
+        text = f"its {field} is {_text(value)} on rank {rank}, and {_text(other)} on rank {other_rank}"
+        remedy = "give all ranks the same state, apart from their shards of DTensors"
+        raise RanksDisagreeError(text, name=name, remedy=remedy)
 
 
 def _text(value: object) -> str:
@@ -176,11 +174,8 @@ def _check_complete(tensor: TensorOutline, boxes: Iterable[BoxKey]) -> None:
     covered, full = sum(prod(box[count:]) for box in boxes), prod(tensor.shape)
     if covered != full:
         layout = f" ({tensor.layout})" if tensor.layout else ""
-        raise RanksDisagreeError(
-            f"the ranks have {covered:,} of its {full:,} elements{layout}",
-            name=tensor.name,
-            remedy="give the group of all ranks that have a shard",
-        )
+        text = f"the ranks have {covered:,} of its {full:,} elements{layout}"
+        raise RanksDisagreeError(text, name=tensor.name, remedy="give the group of all ranks that have a shard")
 
 
 def merge_skeletons(skeletons: Sequence[Any]) -> Any:
@@ -394,10 +389,8 @@ def _refuse_arguments(given: list[dict[str, Any]]) -> None:
     for rank, arguments in enumerate(given):
         for name, value in arguments.items():
             if value != given[0].get(name):
-                raise RanksDisagreeError(
-                    f"{name} is {given[0].get(name)!r} on rank 0, and {value!r} on rank {rank}",
-                    remedy="call it with the same arguments on all ranks",
-                )
+                text = f"{name} is {given[0].get(name)!r} on rank 0, and {value!r} on rank {rank}"
+                raise RanksDisagreeError(text, remedy="call it with the same arguments on all ranks")
 
 
 # The save: rank 0 makes the staging folder, every rank writes its part, rank 0 publishes them.
@@ -475,11 +468,9 @@ class GroupSaveCoordinator:
             self._ended = True
             in_store = storage_of(self._destination).remote
             otherwise = "save again" if in_store else "the next save there finishes it first"
-            raise RanksDisagreeError(
-                f"{error.message}, when all ranks had written their parts",
-                path=self._destination,
-                remedy=f"load it to see whether it is the new checkpoint; if not, {otherwise}",
-            ) from error
+            text = f"{error.message}, when all ranks had written their parts"
+            remedy = f"load it to see whether it is the new checkpoint; if not, {otherwise}"
+            raise RanksDisagreeError(text, path=self._destination, remedy=remedy) from error
         self._ended = True
 
     def fail(self, error: BaseException) -> None:

@@ -114,11 +114,8 @@ def run_root(path: PathLike) -> Path:
     if root is not None:
         return root
     if not storage_of(folder).lists(folder):
-        raise UnsupportedError(
-            "a web server lists no names, so the steps of a run are not found",
-            path=given,
-            remedy="give the number of a step: RUN@1200",
-        )
+        text = "a web server lists no names, so the steps of a run are not found"
+        raise UnsupportedError(text, path=given, remedy="give the number of a step: RUN@1200")
     if not exists(folder):
         raise NotFoundError("does not exist", path=given, remedy="check the path")
     raise NotACheckpointError("contains no steps", path=given, remedy="give the folder that contains step-000100")
@@ -143,9 +140,8 @@ def _numbered(folder: Path, number: int) -> Address:
         if backend.exists(path):
             return Address(path, number)
     if not storage_of(folder).lists(folder):
-        raise NotFoundError(
-            f"has no step {number}", path=folder, remedy="check the URL and the number: a web server lists no steps"
-        )
+        text = f"has no step {number}"
+        raise NotFoundError(text, path=folder, remedy="check the URL and the number: a web server lists no steps")
     return Address(backend_of(run_root(folder)).find(number), number)
 
 

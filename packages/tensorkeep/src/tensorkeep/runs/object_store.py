@@ -166,11 +166,8 @@ class RunScanner:
 
     def check_listing(self) -> None:
         if not self._url.has_listing:
-            raise UnsupportedError(
-                "a web server lists no names, so the steps of a run are not found",
-                path=self._url,
-                remedy="give the number of a step",
-            )
+            text = "a web server lists no names, so the steps of a run are not found"
+            raise UnsupportedError(text, path=self._url, remedy="give the number of a step")
 
     def list(self, step: str = "") -> RunObjects:
         self.check_listing()

@@ -150,19 +150,13 @@ def check_is_step(path: Path, foreign: Sequence[str] | None = None) -> None:
     """Raises NotACheckpointError unless it is a native checkpoint, UsageError if it contains foreign files."""
     if foreign is None:
         if not is_native(path):
-            raise NotACheckpointError(
-                "is not a checkpoint of Tensorkeep, or has lost its manifest, so it is not deleted",
-                path=path,
-                remedy="if it is not needed, remove it yourself",
-            )
+            text = "is not a checkpoint of Tensorkeep, or has lost its manifest, so it is not deleted"
+            raise NotACheckpointError(text, path=path, remedy="if it is not needed, remove it yourself")
         foreign = foreign_names(path)
     # To delete the step would delete the user's file with it.
     if foreign:
-        raise UsageError(
-            f"holds {foreign[0]!r}, which does not belong to the step, so it is not deleted",
-            path=path,
-            remedy="move that file elsewhere first",
-        )
+        text = f"holds {foreign[0]!r}, which does not belong to the step, so it is not deleted"
+        raise UsageError(text, path=path, remedy="move that file elsewhere first")
 
 
 def is_damaged(path: Path) -> bool:
@@ -217,10 +211,8 @@ def mode_of(metric: str, mode: str | None) -> str:
     """Return the mode of a metric, by default known from its name; UsageError if it is not."""
     found = mode or direction(metric)
     if found is None:
-        raise UsageError(
-            f"the name of the metric {metric!r} does not say whether its smallest or largest value is best",
-            remedy='give mode="min" or mode="max"',
-        )
+        text = f"the name of the metric {metric!r} does not say whether its smallest or largest value is best"
+        raise UsageError(text, remedy='give mode="min" or mode="max"')
     return found
 
 
@@ -229,10 +221,8 @@ def only_metric(names: Collection[str]) -> str | None:
     if len(names) > 1:
         # The remedy names the likeliest metric first: a loss, then any with a known direction.
         first = min(names, key=lambda name: (direction(name) is None, "loss" not in _words(name), name))
-        raise UsageError(
-            f"the steps have several metrics: {', '.join(sorted(names))}",
-            remedy=f"name the one that counts: metric={json.dumps(first, ensure_ascii=False)}",
-        )
+        text = f"the steps have several metrics: {', '.join(sorted(names))}"
+        raise UsageError(text, remedy=f"name the one that counts: metric={json.dumps(first, ensure_ascii=False)}")
     return next(iter(names), None)
 
 
@@ -255,10 +245,8 @@ def ranked(steps: Sequence[Step], metric: str, mode: str | None) -> list[Step]:
     known = metric_names(steps)
     if known and metric not in known:
         names = ", ".join(sorted(known))
-        raise UsageError(
-            f"no step has the metric {metric!r}, only {names}",
-            remedy=did_you_mean(metric, sorted(known), "name a metric of the steps"),
-        )
+        text = f"no step has the metric {metric!r}, only {names}"
+        raise UsageError(text, remedy=did_you_mean(metric, sorted(known), "name a metric of the steps"))
     sign = 1 if mode_of(metric, mode) == "min" else -1
     rated = [step for step in steps if not math.isnan(step.metrics.get(metric, math.nan))]
     return sorted(rated, key=lambda step: (sign * step.metrics[metric], -step.number))
@@ -289,9 +277,8 @@ def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
             number = float(value)
             str(name).encode()
         except (TypeError, ValueError, OverflowError) as error:
-            raise UsageError(
-                f"the metric {name!r:.80} is {value!r:.80}", remedy="give a number, under a name that is text"
-            ) from error
+            text = f"the metric {name!r:.80} is {value!r:.80}"
+            raise UsageError(text, remedy="give a number, under a name that is text") from error
         # JSON has no NaN and no infinities.
         found[str(name)] = number if math.isfinite(number) else str(number)
     return found

@@ -432,11 +432,9 @@ class Uploader:
         if reason is None:
             return
         what = f"{counted(len(left), 'step')} ({', '.join(map(str, left))})" if left else "its steps"
-        raise StoreError(
-            f"{what} could not be uploaded from {self._root}: {first_line(reason)}",
-            path=self._store,
-            remedy="the next process that saves into this run uploads those that are on the disk",
-        ) from reason
+        text = f"{what} could not be uploaded from {self._root}: {first_line(reason)}"
+        remedy = "the next process that saves into this run uploads those that are on the disk"
+        raise StoreError(text, path=self._store, remedy=remedy) from reason
 
     # Called by the thread that uploads
 

@@ -76,11 +76,8 @@ def copy_to_store(
     with closing(OpenFiles(source, OpenSettings(pool=BufferPool(MINIMUM_BUDGET)))) as opened:
         manifest = opened.manifest
         if isinstance(manifest, Root):
-            raise UnsupportedError(
-                "many ranks saved it together, and such a checkpoint is not uploaded",
-                path=source,
-                remedy="let the ranks save into the store",
-            )
+            text = "many ranks saved it together, and such a checkpoint is not uploaded"
+            raise UnsupportedError(text, path=source, remedy="let the ranks save into the store")
         with commit_to(destination, overwrite=overwrite) as commit:
             # A file that the store has from an earlier checkpoint is not sent again: the manifest refers to that copy.
             names, owners = _names_of_copies(opened, destination, commit.save_id, _shared_files(earlier))
@@ -187,11 +184,8 @@ def _check_references(files: Iterable[FileRecord], owners: Iterable[str], destin
     references = [file.name for file in files if file.name.startswith(_BESIDE)]
     for name in (*references, *map(_manifest_of, owners)):
         if not _exists(name, destination):
-            raise StoreError(
-                f"{name.removeprefix(_BESIDE)} was deleted while a checkpoint that shares it was uploaded",
-                path=destination,
-                remedy="upload it again",
-            )
+            text = f"{name.removeprefix(_BESIDE)} was deleted while a checkpoint that shares it was uploaded"
+            raise StoreError(text, path=destination, remedy="upload it again")
 
 
 def _copy_files(

@@ -135,6 +135,5 @@ def check_torch(name: str, dtype: "torch.dtype") -> DType:
     found = BY_NAME.get(str(dtype).removeprefix("torch."))
     if found is not None and found.has_torch:
         return found
-    raise UnsupportedLeafError(
-        f"a tensor of {dtype} cannot be saved", name=name, remedy="convert it to a dtype of whole bytes"
-    )
+    text = f"a tensor of {dtype} cannot be saved"
+    raise UnsupportedLeafError(text, name=name, remedy="convert it to a dtype of whole bytes")

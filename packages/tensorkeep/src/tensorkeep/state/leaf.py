@@ -169,11 +169,9 @@ class Leaf:
         if isinstance(value, np.ndarray):
             # A subclass has more than its elements, such as a mask, which would be lost without notice.
             if type(value) not in (np.ndarray, np.memmap):
-                raise UnsupportedLeafError(
-                    f"{type(value).__name__} is a subclass of numpy.ndarray",
-                    name=name,
-                    remedy="save np.asarray(x), and what the subclass adds (such as a mask) beside it",
-                )
+                text = f"{type(value).__name__} is a subclass of numpy.ndarray"
+                remedy = "save np.asarray(x), and what the subclass adds (such as a mask) beside it"
+                raise UnsupportedLeafError(text, name=name, remedy=remedy)
             return cls(name, "ndarray", check_numpy(name, value.dtype), np.asarray(value))
         # A state cannot hold tensors if torch was never imported.
         torch = sys.modules.get("torch")
@@ -227,11 +225,8 @@ class Leaf:
         """Overwrite the bytes [start, stop) in the value's own memory. Raises UsageError if it is not writable."""
         self._check_range(start, stop, data)
         if not self.writable:
-            raise UsageError(
-                "the value cannot be written in place",
-                name=self.name,
-                remedy="give a writable array without overlapping elements",
-            )
+            text = "the value cannot be written in place"
+            raise UsageError(text, name=self.name, remedy="give a writable array without overlapping elements")
         host = self.host_bytes()
         if host is not None:
             host[start:stop] = data
@@ -279,11 +274,9 @@ def _check_memory(name: str, tensor: "torch.Tensor") -> None:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     # torch does not check this when memory is read.
     if (tensor.storage_offset() + last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes():
-        raise UnsupportedLeafError(
-            "its memory was freed or made smaller, as FSDP does with parameters that it does not use at the moment",
-            name=name,
-            remedy="save a full or sharded state dict of torch.distributed.checkpoint.state_dict, which gathers them",
-        )
+        text = "its memory was freed or made smaller, as FSDP does with parameters that it does not use at the moment"
+        remedy = "save a full or sharded state dict of torch.distributed.checkpoint.state_dict, which gathers them"
+        raise UnsupportedLeafError(text, name=name, remedy=remedy)
 
 
 def check_plain(name: str, tensor: "torch.Tensor") -> None:
@@ -388,9 +381,8 @@ def float_dtype(dtype: DTypeLike) -> DType:
     name = str(dtype).removeprefix("torch.")
     floats = [each.name for each in BY_NAME.values() if each.kind == "float" and each.has_torch]
     if name not in floats:
-        raise UsageError(
-            f"{name!r} is not a floating point dtype of torch", remedy=did_you_mean(name, floats, "give one of")
-        )
+        text = f"{name!r} is not a floating point dtype of torch"
+        raise UsageError(text, remedy=did_you_mean(name, floats, "give one of"))
     return BY_NAME[name]
 
 

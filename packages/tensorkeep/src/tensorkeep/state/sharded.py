@@ -67,11 +67,9 @@ class ShardedLeaf(Leaf):
         from torch.distributed.tensor import Partial
 
         if any(isinstance(placement, Partial) for placement in value.placements):
-            raise UnsupportedLeafError(
-                f"a DTensor of placements {value.placements}: each rank has only a part of a sum",
-                name=name,
-                remedy="redistribute it before saving: x.redistribute(placements=[Replicate()])",
-            )
+            text = f"a DTensor of placements {value.placements}: each rank has only a part of a sum"
+            remedy = "redistribute it before saving: x.redistribute(placements=[Replicate()])"
+            raise UnsupportedLeafError(text, name=name, remedy=remedy)
         local = value.detach().to_local()
         check_plain(name, local)
         kind: LeafKind = "parameter" if isinstance(value, torch.nn.Parameter) else "tensor"

@@ -63,18 +63,15 @@ def register(cls: Class) -> Class:
     if not isinstance(cls, type) or not (
         dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum) or is_namedtuple(cls)
     ):
-        raise UsageError(
-            f"{cls!r} cannot be registered",
-            remedy="register a dataclass, an enum or a named tuple; save the state_dict() of other objects",
-        )
+        remedy = "register a dataclass, an enum or a named tuple; save the state_dict() of other objects"
+        raise UsageError(f"{cls!r} cannot be registered", remedy=remedy)
     if dataclasses.is_dataclass(cls):
         # An abstract class: no instance could be made on load, which calls `object.__new__`.
         try:
             object.__new__(cls)
         except TypeError as error:
-            raise UsageError(
-                f"{cls.__name__} cannot be registered: {error}", remedy="register a concrete dataclass"
-            ) from None
+            text = f"{cls.__name__} cannot be registered: {error}"
+            raise UsageError(text, remedy="register a concrete dataclass") from None
     # A module that is reloaded, or a notebook cell that is run again, replaces its class.
     name = f"{cls.__module__}:{cls.__qualname__}"
     _CLASSES[name] = cls
@@ -95,10 +92,8 @@ def registered_class(name: str) -> type[Any]:
     """Raises UnsupportedError if this process has not registered the name."""
     if name not in _CLASSES:
         module, _, qualified = name.partition(":")
-        raise UnsupportedError(
-            f"the state contains a {name}, which is not registered in this process",
-            remedy=f"import {qualified} from {module} and call tensorkeep.register({qualified}) before loading",
-        )
+        remedy = f"import {qualified} from {module} and call tensorkeep.register({qualified}) before loading"
+        raise UnsupportedError(f"the state contains a {name}, which is not registered in this process", remedy=remedy)
     return _CLASSES[name]
 
 
@@ -133,18 +128,13 @@ class PerRank:
 
 
 def needs_group(path: KeyPath) -> UsageError:
-    return UsageError(
-        f"the state has PerRank at {display(path)!r}, and no group was given",
-        remedy="give group=torch.distributed.group.WORLD, on all ranks",
-    )
+    text = f"the state has PerRank at {display(path)!r}, and no group was given"
+    return UsageError(text, remedy="give group=torch.distributed.group.WORLD, on all ranks")
 
 
 def misplaced(path: KeyPath) -> UnsupportedLeafError:
-    return UnsupportedLeafError(
-        "PerRank in what the state_dict() of an object returns, or in a PerRank",
-        name=display(path),
-        remedy="wrap the object itself: PerRank(object)",
-    )
+    text = "PerRank in what the state_dict() of an object returns, or in a PerRank"
+    return UnsupportedLeafError(text, name=display(path), remedy="wrap the object itself: PerRank(object)")
 
 
 # Plain values as JSON without loss: every encoder beside its decoder. JSON numbers represent integers below 2**53 only,
@@ -347,9 +337,8 @@ class SkeletonReader:
         else:
             raise UnsupportedError(f"{name} is no longer a dataclass or a named tuple", remedy=_AS_SAVED)
         if set(values) != set(names):
-            raise UnsupportedError(
-                f"{name} has the fields {', '.join(names)}, but was saved with {', '.join(values)}", remedy=_AS_SAVED
-            )
+            text = f"{name} has the fields {', '.join(names)}, but was saved with {', '.join(values)}"
+            raise UnsupportedError(text, remedy=_AS_SAVED)
         if is_namedtuple(cls):
             return cls._make(values[field] for field in names)
         # Without calling `__init__` or `__post_init__`: no file may make the process run anything.
@@ -535,11 +524,9 @@ class SkeletonWriter:
 
     def _leaf(self, leaf: Leaf, value: Any, path: KeyPath) -> dict[str, object]:
         if len(leaf.shape) > MOST_DIMENSIONS:
-            raise UnsupportedLeafError(
-                f"a tensor of {len(leaf.shape)} dimensions cannot be saved: {MOST_DIMENSIONS} is the most",
-                name=display(path),
-                remedy="save it in another shape, x.flatten() for example",
-            )
+            text = f"a tensor of {len(leaf.shape)} dimensions cannot be saved: {MOST_DIMENSIONS} is the most"
+            remedy = "save it in another shape, x.flatten() for example"
+            raise UnsupportedLeafError(text, name=display(path), remedy=remedy)
         node: dict[str, object] = {leaf.kind: ""}
         if leaf.is_torch and leaf.requires_grad != (leaf.kind == "parameter"):
             node["requires_grad"] = leaf.requires_grad
@@ -583,11 +570,9 @@ class SkeletonWriter:
         if "_metadata" in attributes:
             node["_metadata"] = self.encode(attributes.pop("_metadata"), (*path, "_metadata"))
         if attributes:
-            raise UnsupportedLeafError(
-                f"an OrderedDict with the attributes {', '.join(attributes)} cannot be saved",
-                name=display(path),
-                remedy="save dict(x), and the attributes as entries of the state",
-            )
+            text = f"an OrderedDict with the attributes {', '.join(attributes)} cannot be saved"
+            remedy = "save dict(x), and the attributes as entries of the state"
+            raise UnsupportedLeafError(text, name=display(path), remedy=remedy)
         return node
 
     def _set(self, value: set[Any] | frozenset[Any], path: KeyPath) -> dict[str, Any]:
@@ -711,22 +696,18 @@ _ENCODERS: dict[type, Callable[[SkeletonWriter, Any, KeyPath], Any]] = {
 def check_depth(path: KeyPath, depth: int) -> None:
     """Raises UnsupportedLeafError for a container that is nested too deeply, perhaps in itself."""
     if depth >= MAX_DEPTH:
-        raise UnsupportedLeafError(
-            f"the state is nested deeper than {MAX_DEPTH} levels",
-            name=display(path[:4]),
-            remedy="look for a container or an object that contains itself",
-        )
+        text = f"the state is nested deeper than {MAX_DEPTH} levels"
+        remedy = "look for a container or an object that contains itself"
+        raise UnsupportedLeafError(text, name=display(path[:4]), remedy=remedy)
 
 
 def _check_text(text: str, path: KeyPath) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UnsupportedLeafError(
-            "a string with a lone surrogate is not valid Unicode",
-            name=display(path),
-            remedy="save x.encode('utf-8', 'surrogateescape'), which is bytes",
-        ) from None
+        message = "a string with a lone surrogate is not valid Unicode"
+        remedy = "save x.encode('utf-8', 'surrogateescape'), which is bytes"
+        raise UnsupportedLeafError(message, name=display(path), remedy=remedy) from None
 
 
 def _check_key(key: Key, path: KeyPath) -> None:
@@ -734,11 +715,9 @@ def _check_key(key: Key, path: KeyPath) -> None:
         for part in key:
             _check_key(part, path)
     elif type(key) not in _KEY_TYPES:
-        raise UnsupportedLeafError(
-            f"a key or set element of type {type(key).__name__} cannot be saved",
-            name=display(path),
-            remedy="use str, int, float, bool, None or a tuple of such scalars, or save a list of pairs",
-        )
+        text = f"a key or set element of type {type(key).__name__} cannot be saved"
+        remedy = "use str, int, float, bool, None or a tuple of such scalars, or save a list of pairs"
+        raise UnsupportedLeafError(text, name=display(path), remedy=remedy)
     elif isinstance(key, str):
         _check_text(key, (*path, key))
 
@@ -747,11 +726,9 @@ def _check_rebuildable(cls: Any, path: KeyPath) -> None:
     try:
         namedtuple_class(cls.__name__, cls._fields)
     except ValueError as error:
-        raise UnsupportedLeafError(
-            f"the named tuple {cls.__name__} cannot be rebuilt: {error}",
-            name=display(path),
-            remedy=f"call tensorkeep.register({cls.__name__}) before saving and loading",
-        ) from None
+        text = f"the named tuple {cls.__name__} cannot be rebuilt: {error}"
+        remedy = f"call tensorkeep.register({cls.__name__}) before saving and loading"
+        raise UnsupportedLeafError(text, name=display(path), remedy=remedy) from None
 
 
 def _unsupported(value: Any, path: KeyPath) -> UnsupportedLeafError:

@@ -57,11 +57,8 @@ def _encode(state: object, writer: SkeletonWriter) -> tuple[object, list[StateLe
     # The names depend on all paths, so they are filled in when the encoding is over.
     for one, name in zip(writer.leaves, assigned, strict=True):
         if name in taken:
-            raise UnsupportedLeafError(
-                "several tensors have this name, because NaN is several keys of one dict",
-                name=names.display(one.path),
-                remedy="give them keys that differ",
-            )
+            text = "several tensors have this name, because NaN is several keys of one dict"
+            raise UnsupportedLeafError(text, name=names.display(one.path), remedy="give them keys that differ")
         taken.add(name)
         one.leaf.name = name
         one.node[one.leaf.kind] = name
