@@ -8,13 +8,10 @@ from pathlib import Path, PosixPath, PurePath
 from tensorkeep.errors import PathLike, StoreError, UnsupportedError, UsageError
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):/(/?)", re.IGNORECASE)
-
 # Schemes of URLs that checkpoints are read from; the first three are written to as well.
 STORES = ("s3", "gs", "az", "https", "http")
-
 # Environment variables with the URL of the server of ``s3://``, the first one that is set.
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-
 # The name of a step of a run: its number, with zeros before it up to six digits.
 STEP_NAME = re.compile(r"step-(\d{6,18})")
 

@@ -15,17 +15,14 @@ from tensorkeep.structs import prepared
 
 # What the names of environment variables begin with.
 PREFIX = "TENSORKEEP_"
-
 # The largest value of a number without another bound; it excludes infinity.
 _LARGEST = 1e300
-
 Count = Annotated[int, Meta(ge=1)]
 Steps = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0, le=_LARGEST)]
 NonNegative = Annotated[float, Meta(ge=0, le=_LARGEST)]
 Fraction = Annotated[float, Meta(gt=0, lt=1)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
-
 S = TypeVar("S", bound="Section")
 
 
@@ -121,12 +118,7 @@ def merged(
 ) -> dict[str, object]:
     """Return the settings that the user gave, by dotted name: a flag overrides the environment, which overrides a file.
 
-    The environment variable of ``"optim.lr"`` is ``TENSORKEEP_OPTIM_LR``. Settings that nobody gave are left out.
-
-    Examples
-    --------
-    >>> merged(["optim.lr"], flags={}, environment={"TENSORKEEP_OPTIM_LR": "1e-3"}, file={"optim.lr": 3e-4})
-    {'optim.lr': '1e-3'}
+    The environment variable of ``"optim.lr"`` is ``TENSORKEEP_OPTIM_LR``.
     """
     variables = {name: variable_of(name) for name in names}
     given = {name: environment[variable] for name, variable in variables.items() if variable in environment}

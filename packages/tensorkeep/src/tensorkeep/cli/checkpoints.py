@@ -16,7 +16,6 @@ from tensorkeep.runs.address import find_checkpoint
 from tensorkeep.storage.buffers import DEFAULT_BUDGET
 
 InputFormat = Annotated[str | None, Parameter(help="The format; detected by default.")]
-
 # Patterns of tensor names; the option may be repeated.
 Globs = Annotated[list[str] | None, Parameter(negative="", metavar="GLOB")]
 

@@ -16,7 +16,6 @@ from tensorkeep.errors import UsageError
 from tensorkeep.units import counted
 
 Entry = TypeVar("Entry")
-
 Tolerance = Annotated[float, AtLeastZero]
 
 

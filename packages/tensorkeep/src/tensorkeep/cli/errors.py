@@ -14,10 +14,8 @@ from tensorkeep.errors import OutOfMemoryError, StoreError, TensorkeepError, Usa
 
 # The reader of a pipe has closed it (`tensorkeep ls x | head -1`): 128 + SIGPIPE, as shells do.
 BROKEN_PIPE = 141
-
 # Exit codes, the most severe first: damage before I/O errors before missing paths.
 _SEVERITY = (4, 3, 5, 7, 6, 2, 1, 0)
-
 # Keyword arguments in remedies, which the Python API writes for its callers.
 _KEYWORD = re.compile(r"""\b(allow|drop_metadata|force|metric|mode|overwrite|select)=(True|\[[^\]]*\]|"[^"]*")""")
 

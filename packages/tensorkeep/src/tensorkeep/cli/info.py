@@ -19,7 +19,6 @@ from tensorkeep.units import counted, format_bytes, format_moment
 
 # Further ranks are shown as one row.
 _MOST_RANKS = 16
-
 # Details that are not printed as phrases of the first line.
 _OWN_LINES = ("files", "version", "step", "history", "space", "ranks", "layouts", "unused_files")
 

@@ -21,10 +21,8 @@ from tensorkeep.paths import ENDPOINT_VARIABLES, checked_path
 from tensorkeep.units import parse_bytes
 
 _PREFIX = "TENSORKEEP_"
-
 # The table that ``tensorkeep tune checkpoint`` writes. The library reads it in every command that saves.
 _SAVE_TABLE = "save"
-
 # The tables within it, such as ``[train.optim]``, are settings of a recipe. ``tensorkeep train`` reads them.
 _TRAIN_TABLE = "train"
 
@@ -36,24 +34,14 @@ def _size(kind: type, tokens: Sequence[Token]) -> int:
         raise ValueError(f"{error.message}: {error.remedy}") from error
 
 
-def _mebibytes(count: int) -> str:
-    return f"{count / 1024**2:g}MiB"
-
-
 SIZE = Parameter(converter=_size, n_tokens=1, metavar="SIZE")
-Size = Annotated[int, SIZE, Parameter(show_default=_mebibytes)]
-
+Size = Annotated[int, SIZE, Parameter(show_default=lambda count: f"{count / 1024**2:g}MiB")]
 # A flag that is off by default; `--flag=false` overrides the environment and the file.
 Switch = Parameter(negative="", show_default=False)
-
 AtLeastOne = Parameter(validator=Number(gte=1))
-
 AtLeastZero = Parameter(validator=Number(gte=0))
-
 Run = Annotated[Path, Parameter(help="The folder of the run, or one of its steps: RUN@1200, RUN@best.")]
-
 Which = Annotated[Literal["last", "best"], Parameter(help="The last checkpoint, or the best one by validation loss.")]
-
 Checkpoint = Annotated[Path | None, Parameter(name="--from", metavar="CHECKPOINT")]
 
 
@@ -76,7 +64,7 @@ class StoreOptions:
         if self.endpoint is None:
             yield
             return
-        # A query, a fragment or a user could hold secrets, and the URL is printed in errors.
+        # A query, a fragment or a user could hold secrets, and errors print the URL.
         if not re.fullmatch(r"https?://[^\s@?#]+", self.endpoint):
             raise UsageError("--endpoint is not the URL of a server", remedy="give http://HOST:PORT, or https://HOST")
         # All variables that could name another server, because the first one that is set wins.

@@ -24,7 +24,6 @@ from tensorkeep.runs.address import split_address, steps_of_run
 from tensorkeep.units import format_bytes
 
 _TONES = {"good": True, "bad": False}
-
 # Columns that a narrow terminal may leave out.
 _SPARE = ("tensors", "ratio", "different")
 

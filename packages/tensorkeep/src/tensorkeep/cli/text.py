@@ -10,13 +10,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _GAP = "  "
-
 # The least width of a column of names or text, unless all its cells are shorter.
 _NARROWEST = 8
-
 # Longer words are shortened where a table is too wide.
 _LONGEST_WORD = 16
-
 # A width of names or text that is worth leaving out other columns.
 _COMFORTABLE = 30
 
@@ -31,13 +28,10 @@ def printable(text: str) -> str:
 
 def printable_text(text: str) -> str:
     """Escape characters in a generated text that could control a terminal or reorder its text."""
-    return "".join(c.encode("unicode_escape").decode() if _controls(c) else c for c in text)
-
-
-def _controls(character: str) -> bool:
     # These reorder text: a name could look like another one.
-    bidirectional = character in "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-    return bidirectional or (unicodedata.category(character) in ("Cc", "Cs") and character not in "\t\n")
+    escaped = {*"\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}
+    escaped |= {c for c in {*text} - {*"\t\n"} if unicodedata.category(c) in ("Cc", "Cs")}
+    return "".join(c.encode("unicode_escape").decode() if c in escaped else c for c in text)
 
 
 def print_lines(*lines: str) -> None:

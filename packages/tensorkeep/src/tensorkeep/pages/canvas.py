@@ -35,7 +35,6 @@ PALETTE = {
 }
 
 SIZE = 12.0
-
 Point = tuple[float, float]
 
 

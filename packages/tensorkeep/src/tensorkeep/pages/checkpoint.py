@@ -19,12 +19,9 @@ from tensorkeep.units import counted, format_bytes, format_moment
 
 # Colours of dtypes; further dtypes share the last colour.
 _COLOURS = 6
-
 _NAMED, _MOST_SUMS = 3, 40
-
 # Details with an entry for each file, tensor or rank.
 _OWN_LISTS = ("files", "layouts", "ranks")
-
 _MOST_FACTS, _LONGEST_FACT = 200, 1000
 
 _COLUMNS = (
@@ -117,7 +114,9 @@ class CheckpointContents(PageSubject):
 
     def page(self) -> str:
         info = self.info
-        colours = _colours(info.by_dtype)
+        # The dtype with most bytes has the first colour; rare dtypes share the last one.
+        dtypes = _largest_first(info.by_dtype)
+        colours = {name: min(place, _COLOURS - 1) for place, (name, _) in enumerate(dtypes)}
         # What a bounded table should have: tensors that are not finite, then the largest.
         bad = {entry.name: place for place, entry in enumerate(self.not_finite)}
         ordered = sorted(info.entries, key=lambda entry: (bad.get(entry.name, len(bad)), -entry.nbytes))
@@ -140,7 +139,7 @@ class CheckpointContents(PageSubject):
             maps=maps,
             legend=[
                 (name, colours[name], f"{format_bytes(total.stored_bytes)} in {counted(total.tensors, 'tensor')}")
-                for name, total in _largest_first(info.by_dtype)
+                for name, total in dtypes
             ],
             totals=[
                 _modules("By module", self.stored),
@@ -192,11 +191,6 @@ def read_contents(
 def _first(texts: list[str]) -> str:
     more = f" and {len(texts) - _NAMED:,} more" if texts[_NAMED:] else ""
     return f"{', '.join(texts[:_NAMED])}{more}"
-
-
-def _colours(totals: dict[str, Total]) -> dict[str, int]:
-    # The dtype with most bytes has the first colour; rare dtypes share the last one.
-    return {name: min(place, _COLOURS - 1) for place, (name, _) in enumerate(_largest_first(totals))}
 
 
 def _largest_first(totals: dict[str, Total]) -> list[tuple[str, Total]]:

@@ -21,21 +21,15 @@ from tensorkeep.units import counted, format_bytes
 from tensorkeep.version import __version__
 
 SHOW = PageKind("show", "page of tensorkeep show", "tensorkeep[show]", "tensorkeep.pages")
-
 # The most bytes of a table in a page: with it, a page has less than 5 MB.
 TABLE_BYTES = 4_000_000
-
 # Rows of the table that the terminal shows.
 MOST_MODULES = 12
-
 # What a reader should know first, as (tone, sentence); the tone is "good", "bad" or empty.
 Findings = list[tuple[str, str]]
-
 _LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _DIGITS = 5
-
 _STEP = re.compile(r"step-\d{6,}")
-
 _LETTER_WIDTH, _MOST_LETTERS = 6.4, 40
 _ROW_HEIGHT = 15
 _TOP, _BOTTOM = 4, 22

@@ -27,7 +27,6 @@ from tensorkeep.units import counted, format_bytes, format_moment, format_second
 
 _LOG = "log.jsonl"
 _LONGEST_LOG = 256 * 1024**2
-
 # Steps and the values there.
 Points = list[tuple[int, float]]
 
@@ -65,7 +64,6 @@ _MOST_LAYERS = 64
 _MOST_STEPS = 32
 _FEWEST_STEPS = 4
 _RANGE_BYTES = 1024**2
-
 # Bytes to decode for each byte of the sample: a whole block is decoded to compare one part.
 _DECODED = 8
 

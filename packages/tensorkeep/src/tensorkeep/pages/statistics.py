@@ -21,34 +21,23 @@ from tensorkeep.storage.parallel import Meter, Progress
 from tensorkeep.units import format_bytes
 
 DEFAULT_SAMPLE = 2 * 1024**3
-
 BINS = 48
-
 # The fraction of elements at each end that may lie beyond the range, if they would make it much wider.
 _TAIL = 0.001
-
 # The range includes the tails if they make it at most this many times as wide.
 _WIDER = 1.5
-
 _STEPS = np.linspace(0.0, 1.0, BINS + 1)
-
 # Interpolated counts are off by rounding: subtracted before `ceil`, so that an empty bin stays empty.
 _ROUNDING = 1e-6
-
 # Positive numbers that span more than this factor have a logarithmic scale.
 _DECADES = 1000.0
-
 # Numbers that are computed with at once: their float64 copies take 1 MiB, beside the buffers of the budget.
 _PIECE = 2**17
-
 # Fewer codes are counted one by one, more codes in a table of all codes.
 _FEW = 2**13
-
 Floats = npt.NDArray[np.float64]
-
 # Places of codes that are not finite.
 _NAN, _INFINITE = -1, -2
-
 _PACKED = "float4_e2m1fn_x2"
 _HALVES = {"complex32": "float16", "complex64": "float32", "complex128": "float64", _PACKED: "uint8"}
 

@@ -10,13 +10,10 @@ from tensorkeep.formats.base import Entry
 
 # A module with more than this fraction of the bytes is shown by its submodules.
 _SPLIT_ABOVE = 1 / 24
-
 # Submodules with a smaller fraction of the bytes are shown as one cell.
 _SHOWN_ABOVE = 1 / 1000
-
 # Top-level modules have frames only if there are at most this many.
 _MOST_GROUPS = 12
-
 # The least width and height of a rectangle with a label, in percent of the map.
 _LEAST_LABEL = 4.0, 4.5
 

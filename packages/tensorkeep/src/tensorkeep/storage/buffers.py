@@ -20,10 +20,8 @@ from tensorkeep.units import format_bytes, format_least_bytes
 
 # O_DIRECT needs addresses, offsets and lengths that are multiples of this many bytes, on every common device.
 ALIGNMENT = 4096
-
 # x86-64 and AArch64 with 4 KiB base pages both have huge pages of this size.
 _HUGE_PAGE = 2 * 1024**2
-
 DEFAULT_BUDGET = 256 * 1024**2
 MINIMUM_BUDGET = 64 * 1024**2
 

@@ -17,7 +17,6 @@ from tensorkeep.storage.buffers import ALIGNMENT, Buffer, round_down
 from tensorkeep.storage.parallel import ForkSafeSemaphore, default_threads
 
 logger = logging.getLogger(__name__)
-
 # A one-dimensional, contiguous array of bytes.
 Bytes = npt.NDArray[np.uint8]
 

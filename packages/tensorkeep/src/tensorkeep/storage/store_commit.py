@@ -24,17 +24,13 @@ from tensorkeep.storage.store_requests import unsafe_server
 from tensorkeep.structs import prepared
 
 logger = logging.getLogger(__name__)
-
 # The manifest of a checkpoint that was removed, until its objects are; see `put_tombstone` for further ones.
 TOMBSTONE_NAME = "removed.json"
-
 # Objects without a manifest that are older belong to a save that has failed: `prune` deletes them.
 LEFTOVER_AGE = timedelta(hours=24)
-
 _ID_IN_NAME = re.compile(r"-([0-9a-f]{16})\.[^/]+\Z")
 _TOMBSTONE = re.compile(r"removed(-[0-9a-f]{16})?\.json")
 _AGAIN_SECONDS = 0.05
-
 _refusing: set[str] = set()  # endpoints that were seen to refuse the creation of an object that exists
 
 
