@@ -252,16 +252,16 @@ def score_choices(
         # The beginning is dropped, never the ending that is scored.
         truncated += any(len(each.tokens) > longest for each in own)
         encoded += [_Row(row.tokens[-longest:], min(row.scored, longest - 1)) for row in own]
-    found = zip(encoded, _log_probabilities(model, encoded, rows, progress), strict=True)
+    scored = zip(encoded, _log_probabilities(model, encoded, rows, progress), strict=True)
     right, right_norm = 0, 0
     for number, question in enumerate(questions, 1):
-        own = list(islice(found, len(question.endings)))
-        if wrong := [value for _, value in own if not math.isfinite(value)]:
+        endings = list(islice(scored, len(question.endings)))
+        if wrong := [value for _, value in endings if not math.isfinite(value)]:
             raise UsageError(
                 f"question {number:,}: the log-probability of an ending is {wrong[0]}",
                 remedy="the weights of the model are not finite or overflow: use an earlier checkpoint",
             )
-        sums, means = [value for _, value in own], [value / row.scored for row, value in own]
+        sums, means = [value for _, value in endings], [value / row.scored for row, value in endings]
         right += sums.index(max(sums)) == question.label
         right_norm += means.index(max(means)) == question.label
     acc, acc_norm = right / len(questions), right_norm / len(questions)

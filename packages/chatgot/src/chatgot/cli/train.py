@@ -91,27 +91,7 @@ class StartOptions:
     init_from: str | None = None
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
-class ListOptions:
-    """The options that show a list instead of training.
-
-    Attributes
-    ----------
-    list_recipes
-        Show the recipes.
-    list_techniques
-        Show the techniques, their expected effect, and whether they can run on this machine.
-    list_settings
-        Show the settings of the recipe.
-    """
-
-    list_recipes: Annotated[bool, Switch] = False
-    list_techniques: Annotated[bool, Switch] = False
-    list_settings: Annotated[bool, Switch] = False
-
-
-NEW_RUN, NO_LISTS = StartOptions(), ListOptions()
+NEW_RUN = StartOptions()
 
 
 def train(
@@ -120,7 +100,9 @@ def train(
     start: StartOptions = NEW_RUN,
     technique: str | None = None,
     profile: Annotated[int, AtLeastZero] = 0,
-    lists: ListOptions = NO_LISTS,
+    list_recipes: Annotated[bool, Switch] = False,
+    list_techniques: Annotated[bool, Switch] = False,
+    list_settings: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
 ) -> None:
     """Train a model, resume a run, or branch from one.
@@ -143,13 +125,19 @@ def train(
         --techniques.compile.mode max-autotune.
     profile
         Profile this many steps, from the fourth on, and write a Chrome trace into the folder of the run.
+    list_recipes
+        Show the recipes.
+    list_techniques
+        Show the techniques, their expected effect, and whether they can run on this machine.
+    list_settings
+        Show the settings of the recipe.
     """
-    if lists.list_recipes:
+    if list_recipes:
         about = {name: (make.__doc__ or "").split("\n", 1)[0].replace("``", "") for name, make in RECIPES.items()}
         output.show({"recipes": about}, Table(("recipe", "what it trains"), list(about.items())).show)
         return
     name, words = read_words(recipe, _options())
-    if lists.list_techniques:
+    if list_techniques:
         _list_techniques(output, words.get("loop.device", "auto"))
         return
     if data:
@@ -162,7 +150,7 @@ def train(
         words["data.source"] = source
     words = {f"{TECHNIQUES}{each}": "on" for each in technique_names(technique)} | words
     training = _training(name, words, start, output)
-    if lists.list_settings:
+    if list_settings:
         settings = training.config.as_dict()
         rows = [(setting, "none" if value is None else str(value)) for setting, value in flat(settings).items()]
         output.show(settings, Table(("setting", "value"), rows).show)
@@ -349,8 +337,8 @@ def _check_origin(folder: RunFolder, start: StartOptions) -> None:
         began = f"began with the weights of {initial.path}" + ("" if initial.step is None else f"@{initial.step}")
     # The same command line may start a run and resume it, so that both options can be given again.
     for option, address, found in (
-        ("branch", start.branch, origin and (origin.run, origin.step)),
-        ("init-from", start.init_from, initial and (initial.path, initial.step)),
+        ("branch", start.branch, None if origin is None else (origin.run, origin.step)),
+        ("init-from", start.init_from, None if initial is None else (initial.path, initial.step)),
     ):
         if address is None:
             continue

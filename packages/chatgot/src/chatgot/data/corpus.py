@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +61,7 @@ DEFAULT_FIELD = "text"
 _MAGIC = frozenset("*?[")
 
 
-@dataclass(frozen=True, slots=True)
-class TextFile:
+class TextFile(NamedTuple):
     """A file of a corpus, and its size when it was found."""
 
     # The path below the folder that was searched, so that it does not depend on the place of that folder.
@@ -105,7 +104,7 @@ class Corpus:
         """Count the files of a folder that are not read, by the ends of their names; hidden ones do not count."""
         if self.kind != "folder":
             return Counter()
-        found = (path.suffix.lower() for path in _walk(Path(self.spec), lambda name: True))
+        found = (path.suffix.lower() for path in _walk(Path(self.spec)))
         return Counter(suffix for suffix in found if suffix not in SUFFIXES)
 
     @contextmanager
@@ -132,7 +131,11 @@ def open_source(spec: PathLike, *, encoding: str = "utf-8", field: str = DEFAULT
     consist of documents.
     """
     text = os.fspath(checked_path(spec))
-    _check_encoding(encoding)
+    try:
+        "".encode(encoding)
+        codecs.getincrementaldecoder(encoding)
+    except (LookupError, ValueError) as error:
+        raise UsageError(f"{encoding!r} is not a text encoding", remedy="give utf-8, latin-1, utf-16, ...") from error
     with ExitStack() as stack:
         if text == STDIN:
             copy = _copy_stdin(stack)
@@ -192,14 +195,6 @@ def _of_dataset(folder: Path) -> list[TextFile]:
     return [_text_file(folder / each.filename, each.filename) for each in state.data_files]
 
 
-def _check_encoding(encoding: str) -> None:
-    try:
-        "".encode(encoding)
-        codecs.getincrementaldecoder(encoding)
-    except (LookupError, ValueError) as error:
-        raise UsageError(f"{encoding!r} is not a text encoding", remedy="give utf-8, latin-1, utf-16, ...") from error
-
-
 def _copy_stdin(stack: ExitStack) -> IO[bytes]:
     with store_errors(tempfile.gettempdir(), "copy standard input to a temporary file"):
         # A copy, because standard input is read twice, and needs no name.
@@ -222,7 +217,7 @@ def pattern_of(folder: Path, name: str) -> str:
 
 
 def _in_folder(folder: Path) -> list[TextFile]:
-    """Return the text files below a folder, by name. Names that begin with a dot are skipped."""
+    """Return the text files below a folder, by name."""
     splits = sorted(each.parent.name for each in folder.glob(f"*/{_DATASET}"))
     if (folder / "dataset_dict.json").exists() and splits:
         raise UsageError(
@@ -230,7 +225,7 @@ def _in_folder(folder: Path) -> list[TextFile]:
             path=folder,
             remedy=f"give one, such as {shlex.quote(str(folder / splits[0]))}",
         )
-    found = _sorted(folder, (path for path in _walk(folder, lambda name: True) if path.suffix.lower() in SUFFIXES))
+    found = _sorted(folder, (path for path in _walk(folder) if path.suffix.lower() in SUFFIXES))
     if not found:
         raise NotACheckpointError(
             "holds no text files",
@@ -264,10 +259,10 @@ def _matching(pattern: str) -> list[TextFile]:
 
 def _standard_library() -> list[TextFile]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    found: list[TextFile] = []
-    if root.is_dir():
-        walked = _walk(root, lambda name: name not in _LEFT_OUT_OF_STDLIB and not name.startswith("config-"))
-        found = _sorted(root, (path for path in walked if path.suffix == ".py"))
+    walked = _walk(root, _LEFT_OUT_OF_STDLIB) if root.is_dir() else ()
+    # The folder of the build's configuration has scripts that are not part of the library.
+    sources = (each for each in walked if each.suffix == ".py" and not each.parent.name.startswith("config-"))
+    found = _sorted(root, sources)
     if not found:
         raise NotACheckpointError("this Python has no sources of its standard library", path=root)
     return found
@@ -278,25 +273,21 @@ def _sorted(root: Path, paths: Iterable[Path]) -> list[TextFile]:
     return [_text_file(path, name) for name, path in named]
 
 
-def _walk(root: Path, enters: Callable[[str], bool]) -> Iterator[Path]:
-    """Yield everything below a folder except folders, in any order. Links are followed."""
+def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[Path]:
+    """Yield everything below a folder except folders, in any order. Links are followed; hidden names are left out."""
 
     def refuse(error: OSError) -> None:
         raise store_error(error, error.filename, "list the folder") from error
 
     for name, folders, others in os.walk(root, onerror=refuse, followlinks=True):
         folder = Path(name)
+        above = (each for each in folder.parents if each.is_relative_to(root))
         # Only a link can lead back to a folder above it.
-        if folder.is_symlink() and any(
-            folder.samefile(above) for above in folder.parents if above.is_relative_to(root)
-        ):
-            raise UsageError(
-                "is a link that leads back to a folder above it",
-                path=folder,
-                remedy="remove the link, or name the files",
-            )
+        if folder.is_symlink() and any(map(folder.samefile, above)):
+            remedy = "remove the link, or name the files"
+            raise UsageError("is a link that leads back to a folder above it", path=folder, remedy=remedy)
         # In place: os.walk enters the folders that are left in this list.
-        folders[:] = [each for each in folders if not each.startswith(".") and enters(each)]
+        folders[:] = [each for each in folders if not each.startswith(".") and each not in left_out]
         yield from (folder / each for each in others if not each.startswith("."))
 
 
@@ -553,12 +544,9 @@ class CorpusReader:
             raise UsageError(f"line {number:,} is not a document ({error})", path=file.path, remedy=remedy) from error
         for name in record.__struct_fields__[1:]:
             if contradicts_training(name, value := getattr(record, name), True):
-                raise UsageError(
-                    f'line {number:,} has "{name}": {shortened(value)}, which is not supported: all of a document is '
-                    "trained",
-                    path=file.path,
-                    remedy="remove the field if that is right; else leave the document out",
-                )
+                what = f'line {number:,} has "{name}": {shortened(value)}, which is not supported'
+                remedy = "remove the field if that is right; else leave the document out"
+                raise UsageError(f"{what}: all of a document is trained", path=file.path, remedy=remedy)
         return str(record._text)
 
     def _read(self, read: Callable[[int], bytes], count: int, file: TextFile) -> bytes:

@@ -261,9 +261,8 @@ class _Preparation:
                 remedy="take the tokenizer of data that consists of documents as well; for the tokenizer of a Hugging "
                 "Face model, state eos_token in its tokenizer_config.json",
             )
-        changed = StoreError(
-            "changed while it was read", path=corpus.spec, remedy="prepare it when it is not written to"
-        )
+        remedy = "prepare it when it is not written to"
+        changed = StoreError("changed while it was read", path=corpus.spec, remedy=remedy)
         try:
             splits = self._write_tokens(second, folder, tokenizer, first.characters)
         except UsageError as error:

@@ -156,11 +156,9 @@ def _llama_settings(config: ModelConfig) -> dict[str, Any]:
     if scaling.kind is not None:
         rope["factor"] = float(scaling.factor)
     if scaling.kind == "llama3":
-        rope |= {
-            "low_freq_factor": float(scaling.low_frequency_factor),
-            "high_freq_factor": float(scaling.high_frequency_factor),
-            "original_max_position_embeddings": scaling.original_context_length,
-        }
+        rope["low_freq_factor"] = float(scaling.low_frequency_factor)
+        rope["high_freq_factor"] = float(scaling.high_frequency_factor)
+        rope["original_max_position_embeddings"] = scaling.original_context_length
     return {
         "model_type": "llama",
         "max_position_embeddings": config.context_length,
@@ -207,13 +205,7 @@ _ARCHITECTURES = (
         _gpt2_settings,
         _GPT2_FAMILY,
     ),
-    Architecture(
-        "LlamaForCausalLM",
-        "a LLaMA",
-        {"qk_norm": (False,), **_LLAMA_NEEDS},
-        _llama_settings,
-        _LLAMA_FAMILY,
-    ),
+    Architecture("LlamaForCausalLM", "a LLaMA", {"qk_norm": (False,), **_LLAMA_NEEDS}, _llama_settings, _LLAMA_FAMILY),
     Architecture(
         "Qwen3ForCausalLM",
         "a Qwen 3",
@@ -338,10 +330,8 @@ def convert_weights(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
     # On "meta": shapes without memory.
     shapes = {name: parameter.shape for name, parameter in GPT(config, device="meta").named_parameters()}
     unequal = [f"{name} {[*read[name].shape]}" for name in read if read[name].shape != shapes[name]] + unequal
-    remedy = "check that config.json and the safetensors files belong together"
-    refuse_mismatch(
-        "the tensors do not match config.json", remedy, missing=missing, extra=sorted(extra), different=unequal
-    )
+    message, remedy = "the tensors do not match config.json", "check that it and the safetensors files belong together"
+    refuse_mismatch(message, remedy, missing=missing, extra=sorted(extra), different=unequal)
     head = found.get("lm_head.weight") if config.tied else None
     if head is not None and not torch.equal(head.float(), read["tokens.weight"]):
         # Some versions of transformers use the embedding, other versions the head.
@@ -356,21 +346,16 @@ def convert_weights(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
 def refuse_mismatch(
     message: str, remedy: str, *, missing: Iterable[str], extra: Iterable[str], different: Iterable[str]
 ) -> None:
-    absent, additional, reshaped = tuple(missing), tuple(extra), tuple(different)
-    lists = {"missing": absent, "not of the model": additional, "of another shape": reshaped}
-    if any(lists.values()):
-        raise StateMismatchError(
-            f"{message}: {'; '.join(f'{what}: {_listed(names)}' for what, names in lists.items() if names)}",
-            remedy=remedy,
-            missing=absent,
-            extra=additional,
-            different=reshaped,
-        )
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    """Raise StateMismatchError, which names the first tensors of each list, if a list is not empty."""
+    lists = {"missing": tuple(missing), "not of the model": tuple(extra), "of another shape": tuple(different)}
+    named = []
+    for what, names in lists.items():
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        named += [f"{what}: {', '.join(names[:_MOST_NAMED])}{more}"] if names else []
+    if named:
+        absent, additional, reshaped = lists.values()
+        text = f"{message}: {'; '.join(named)}"
+        raise StateMismatchError(text, remedy=remedy, missing=absent, extra=additional, different=reshaped)
 
 
 def _refuse(document: Document, allowed: Mapping[str, tuple[object, ...]], prefix: str = "") -> None:
@@ -384,15 +369,13 @@ def _refuse(document: Document, allowed: Mapping[str, tuple[object, ...]], prefi
 
 
 def _gpt2(document: Document) -> dict[str, Any]:
-    _refuse(
-        document,
-        {
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "add_cross_attention": (False,),
-            "activation_function": (*_GPT2_ACTIVATIONS,),
-        },
-    )
+    allowed = {
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+        "activation_function": (*_GPT2_ACTIVATIONS,),
+    }
+    _refuse(document, allowed)
     found = _settings(document, _GPT2)
     context = found.context_length or found.n_ctx
     if context is None:
@@ -407,18 +390,16 @@ def _llama(document: Document) -> dict[str, Any]:
     window = found.sliding_window
     # A sliding window as long as the context hides nothing.
     whole = not found.use_sliding_window or window is None or window >= found.context_length
-    _refuse(
-        document,
-        {
-            "hidden_act": ("silu",),
-            # `bias` here is one setting for both, so they must be equal there.
-            "mlp_bias": (found.bias,),
-            "attention_bias": (document.get("mlp_bias", False),),
-            "partial_rotary_factor": (None, 1),
-            "sliding_window": (window if whole else None,),
-            "layer_types": (None, ["full_attention"] * found.n_layers),
-        },
-    )
+    allowed = {
+        "hidden_act": ("silu",),
+        # `bias` here is one setting for both, so they must be equal there.
+        "mlp_bias": (found.bias,),
+        "attention_bias": (document.get("mlp_bias", False),),
+        "partial_rotary_factor": (None, 1),
+        "sliding_window": (window if whole else None,),
+        "layer_types": (None, ["full_attention"] * found.n_layers),
+    }
+    _refuse(document, allowed)
     if found.head_dim is None:
         _check_multiple(document, "hidden_size", "num_attention_heads")
     # Old files of models with one key head for each query head have no number of key heads.
