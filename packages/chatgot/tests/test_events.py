@@ -18,7 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from chatgot.cli.train import ProgressBar, ProgressLines, document, print_summary
+from chatgot.cli.train import ProgressLines, document, print_summary
 from chatgot.data.dataset import Dataset
 from chatgot.loop import TrainingSummary, train
 from chatgot.optim.schedules import RangeTest
@@ -221,7 +221,7 @@ def test_progress_bar_shows_steps_below_other_events() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=120, color_system=None, _environ={"TERM": "xterm"})
     with counter(console, total=2000, done=500) as bar:
-        shown = ProgressBar(2000, bar)
+        shown = ProgressLines(2000, bar)
         shown.on_event(510, "train", {name: TRAINED[name] for name in ("loss", "peak_memory_bytes")})
         shown.on_event(520, "train", TRAINED)
         shown.on_event(520, "evaluate", {METRIC: 2.0, "best": 1.5})

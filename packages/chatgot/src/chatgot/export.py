@@ -112,7 +112,9 @@ def export(
     architecture = architecture_of(config)
     state, config = merge_adapters(_checked_state(model_or_state, config), config)
     state, config = _without_padding(state, config)
-    target = _checked_dtype(state["tokens.weight"].dtype if dtype is None else dtype)
+    target = str(state["tokens.weight"].dtype if dtype is None else dtype).removeprefix("torch.")
+    if target not in _DTYPES:
+        raise UsageError(f"the dtype is {target}", remedy=f"choose one of {', '.join(_DTYPES)}")
     special = {
         "begin_of_document": begin_of_document,
         "end_of_document": end_of_document,
@@ -196,13 +198,6 @@ def _without_padding(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[
     # Padding rows are the last ones.
     cut = {name: state[name][: config.n_tokens] for name in ("tokens.weight", "head.weight") if name in state}
     return {**state, **cut}, msgspec.structs.replace(config, vocab_size=config.n_tokens, vocab_padding=0)
-
-
-def _checked_dtype(dtype: torch.dtype | str) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise UsageError(f"the dtype is {name}", remedy=f"choose one of {', '.join(_DTYPES)}")
-    return name
 
 
 def _tokenizer_files(

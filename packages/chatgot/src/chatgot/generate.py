@@ -26,41 +26,25 @@ OnToken = Callable[[list[int]], None]
 class Sampling(Section, frozen=True):
     """How a token is drawn from logits.
 
-    Parameters
-    ----------
-    temperature : float
-        The logits are divided by it; 0 always takes the likeliest token.
-    top_k : int, optional
-        Draw from this many of the likeliest tokens.
-    top_p : float, optional
-        Draw from the fewest likeliest tokens with probabilities, after ``top_k``, that sum to at least this (nucleus
-        sampling; Holtzman et al., arXiv 1904.09751).
-    min_p : float, optional
-        Draw from the tokens that are at least this many times as likely as the likeliest, after ``top_p`` (Nguyen et
-        al., arXiv 2407.01082).
-    repetition_penalty : float
-        Logits of tokens that the sequence has already, except stop tokens, are divided by this if they are positive,
-        else multiplied (Keskar et al., arXiv 1909.05858); 1 changes nothing.
-    vocab_size : int, optional
-        Draw from tokens below this only: the size of the tokenizer, if the vocabulary of the model is padded.
-
-    Raises
-    ------
-    UsageError
-        If a value is out of range.
-
-    Examples
-    --------
     >>> generator = torch.Generator().manual_seed(0)
     >>> Sampling(temperature=0).choose(torch.tensor([[0.1, 2.0, 0.3]]), generator)
     tensor([1])
     """
 
+    # The logits are divided by it; 0 always takes the likeliest token.
     temperature: NonNegative = 1.0
+    # Draw from this many of the likeliest tokens.
     top_k: Count | None = None
+    # Draw from the fewest likeliest tokens with probabilities, after ``top_k``, that sum to at least this (nucleus
+    # sampling; Holtzman et al., arXiv 1904.09751).
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    # Draw from the tokens that are at least this many times as likely as the likeliest, after ``top_p`` (Nguyen et al.,
+    # arXiv 2407.01082).
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    # Logits of tokens that the sequence has already, except stop tokens, are divided by this if they are positive, else
+    # multiplied (Keskar et al., arXiv 1909.05858); 1 changes nothing.
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    # Draw from tokens below this only: the size of the tokenizer, if the vocabulary of the model is padded.
     vocab_size: Count | None = None
 
     def choose(self, logits: Tensor, generator: torch.Generator, earlier: Tensor | None = None) -> Tensor:

@@ -365,33 +365,29 @@ def _print_start(run: OpenRun, output: Output) -> None:
 
 
 class ProgressLines:
-    """Prints events as lines on stderr; training steps at most once in five seconds."""
+    """Prints events as lines, on stderr or above a bar, which shows training steps; lines of these are rare."""
 
-    def __init__(self, steps: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, steps: int, bar: Counter | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self._steps = steps
+        self._bar = bar
         self._now = now
         self._due = -math.inf
 
     def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        words = _in_words(kind, values)
+        line = f"step {step:>{len(str(self._steps))}}/{self._steps}  {words}"
+        if self._bar is not None:
+            if kind == "train":
+                self._bar.update(words, completed=step)
+            else:
+                self._bar.print(line)
+            return
         if kind == "train":
-            now = self._now()
-            if now < self._due:
-                return
             # A monotonic clock: the time of day may be changed while a run lasts days.
-            self._due = now + _SECONDS_BETWEEN
-        print(_event_line(step, self._steps, kind, values), file=sys.stderr)
-
-
-class ProgressBar:
-    def __init__(self, steps: int, bar: Counter) -> None:
-        self._steps = steps
-        self._bar = bar
-
-    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        if kind == "train":
-            self._bar.update(_in_words(kind, values), completed=step)
-        else:
-            self._bar.print(_event_line(step, self._steps, kind, values))
+            if self._now() < self._due:
+                return
+            self._due = self._now() + _SECONDS_BETWEEN
+        print(line, file=sys.stderr)
 
 
 @contextmanager
@@ -403,11 +399,7 @@ def _listener(run: OpenRun, output: Output) -> Iterator[EventListener]:
         yield ProgressLines(steps)
     else:
         with counter(Console(stderr=True), total=steps, done=run.progress.step) as bar:
-            yield ProgressBar(steps, bar)
-
-
-def _event_line(step: int, steps: int, kind: str, values: dict[str, Any]) -> str:
-    return f"step {step:>{len(str(steps))}}/{steps}  {_in_words(kind, values)}"
+            yield ProgressLines(steps, bar)
 
 
 def _in_words(kind: str, values: dict[str, Any]) -> str:

@@ -46,103 +46,66 @@ _CHOOSE_FROM_BATCHES = ("gradient-accumulation", "pipeline-parallel", "loss-curr
 
 
 class DataConfig(Section, frozen=True):
-    """The training data.
+    """The training data."""
 
-    Attributes
-    ----------
-    source : str
-        A folder of prepared data, or whatever ``tensorkeep data prepare`` takes.
-    tokenizer, vocab_size, validation : str, int, float
-        How the source is prepared if it is not prepared data. The vocabulary size is for ``"bpe"`` only; ``validation``
-        is the fraction kept for validation.
-    field : str
-        The field of the lines of ``.jsonl`` files, or the column of tables, that holds the text.
-    order : str
-        ``"shuffled"``: every window of an epoch once. ``"random"``: windows at random places.
-    mask_documents : bool
-        Whether tokens attend to their own document only, although windows hold parts of several.
-    """
-
+    # A folder of prepared data, or whatever ``tensorkeep data prepare`` takes.
     source: str = "stdlib"
+    # How the source is prepared if it is not prepared data. The vocabulary size is for ``"bpe"`` only; ``validation``
+    # is the fraction kept for validation.
     tokenizer: str = "char"
     vocab_size: int | None = None
     validation: Fraction = 0.1
+    # The field of the lines of ``.jsonl`` files, or the column of tables, that holds the text.
     field: str = "text"
+    # ``"shuffled"``: every window of an epoch once. ``"random"``: windows at random places.
     order: Literal["shuffled", "random"] = "shuffled"
+    # Whether tokens attend to their own document only, although windows hold parts of several.
     mask_documents: bool = False
 
 
 class LoopConfig(Section, frozen=True):
-    """How long to train, where, and how much at a time.
+    """How long to train, where, and how much at a time."""
 
-    Attributes
-    ----------
-    steps : int
-        Updates of the weights.
-    batch_size : int
-        Sequences in a batch, on all ranks together.
-    gradient_accumulation_steps : int
-        Batches per update.
-    auto_batch_size : bool
-        Whether a new run on a GPU chooses ``batch_size`` itself, as large as memory allows, and
-        ``gradient_accumulation_steps`` with it, so that an update has the same sequences. A resumed run keeps the
-        choice.
-    seed : int
-        Seeds the initial weights, the order of the data, and the global generators of torch (dropout), numpy and
-        Python.
-    device, threads : str, int, optional
-        ``"auto"`` is the GPU if there is one, else the CPU; the CPU threads of torch, by default its own choice.
-    on_divergence : str
-        At a loss or gradient that is not finite: ``"stop"``, or ``"skip"`` the update.
-    """
-
+    # Updates of the weights.
     steps: Count = 1000
+    # Sequences in a batch, on all ranks together.
     batch_size: Count = 12
+    # Batches per update.
     gradient_accumulation_steps: Count = 1
+    # Whether a new run on a GPU chooses ``batch_size`` itself, as large as memory allows, and
+    # ``gradient_accumulation_steps`` with it, so that an update has the same sequences. A resumed run keeps the choice.
     auto_batch_size: bool = False
+    # Seeds the initial weights, the order of the data, and the global generators of torch (dropout), numpy and Python.
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1337
+    # ``"auto"`` is the GPU if there is one, else the CPU; the CPU threads of torch, by default its own choice.
     device: str = "auto"
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    # At a loss or gradient that is not finite: ``"stop"``, or ``"skip"`` the update.
     on_divergence: Literal["stop", "skip"] = "stop"
 
 
 class EvalConfig(Section, frozen=True):
-    """When and on what the validation loss is measured.
+    """When and on what the validation loss is measured."""
 
-    Attributes
-    ----------
-    every : int
-        Steps from one evaluation to the next; 0 for one at the end only.
-    tokens : int, optional
-        Tokens of the validation split to use, in windows that are spread evenly over it, the same each time; none for
-        all tokens.
-    batches : int, optional
-        Deprecated form of ``tokens``, in batches of up to 16,384 tokens. ``batches`` wins if both are given.
-    patience : int, optional
-        Stop early after this many evaluations without a better loss.
-    """
-
+    # Steps from one evaluation to the next; 0 for one at the end only.
     every: Steps = 250
+    # Tokens of the validation split to use, in windows that are spread evenly over it, the same each time; none for all
+    # tokens.
     tokens: Count | None = 2**20
+    # Deprecated form of ``tokens``, in batches of up to 16,384 tokens. ``batches`` wins if both are given.
     batches: Count | None = None
+    # Stop early after this many evaluations without a better loss.
     patience: Count | None = None
 
 
 class SampleConfig(Section, frozen=True):
-    """Text that is generated while training.
+    """Text that is generated while training."""
 
-    Attributes
-    ----------
-    every : int
-        Steps from one sample to the next; 0 for none.
-    prompt : str, optional
-        By default a new document, or a new line.
-    tokens, temperature, top_k
-        See `chatgot.generate.generate`.
-    """
-
+    # Steps from one sample to the next; 0 for none.
     every: Steps = 0
+    # By default a new document, or a new line.
     prompt: str | None = None
+    # See `chatgot.generate.generate`.
     tokens: Annotated[int, Meta(ge=1, le=1_000_000)] = 200
     temperature: NonNegative = 0.8
     top_k: Count | None = None
@@ -173,40 +136,20 @@ class AverageConfig(Section, frozen=True):
 
 
 class LogConfig(Section, frozen=True):
-    """How often a line is written to ``log.jsonl``, what it contains, and where its figures are sent as well.
+    """How often a line is written to ``log.jsonl``, what it contains, and where its figures are sent as well."""
 
-    Attributes
-    ----------
-    every : int
-        Steps from one line about training to the next.
-    gradient_norms, tensorboard : bool
-        Whether these lines have the gradient's norm in each block or layer; whether TensorBoard files are written.
-    wandb, mlflow : str, optional
-        The project of Weights & Biases, and the experiment of MLflow, that the figures are sent to.
-    """
-
+    # Steps from one line about training to the next.
     every: Count = 10
+    # Whether these lines have the gradient's norm in each block or layer; whether TensorBoard files are written.
     gradient_norms: bool = False
     tensorboard: bool = False
+    # The project of Weights & Biases, and the experiment of MLflow, that the figures are sent to.
     wandb: str | None = None
     mlflow: str | None = None
 
 
 class Config(Section, frozen=True):
     """The configuration of a training run.
-
-    Attributes
-    ----------
-    recipe : str
-        The recipe that it was derived from.
-    model : ModelConfig
-        Opening a run raises its ``vocab_size`` to the vocabulary size of the data.
-    data, optim, schedule, loop, eval, sample, checkpoint, ema, log
-        Sections; see their classes.
-    techniques : dict of str to dict
-        The settings of the techniques that are on, by name; a technique that cannot run is an error.
-    default_techniques : dict of str to dict
-        The settings of the techniques that a new run turns on where they can run, by name.
 
     Examples
     --------
@@ -218,7 +161,9 @@ class Config(Section, frozen=True):
     {'compile': {'mode': 'default'}}
     """
 
+    # The recipe that it was derived from.
     recipe: str
+    # Opening a run raises its ``vocab_size`` to the vocabulary size of the data.
     model: ModelConfig
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
@@ -229,7 +174,9 @@ class Config(Section, frozen=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     ema: AverageConfig = AverageConfig()
     log: LogConfig = LogConfig()
+    # The settings of the techniques that are on, by name; a technique that cannot run is an error.
     techniques: dict[str, dict[str, Any]] = {}  # noqa: RUF012  # msgspec copies it for each instance
+    # The settings of the techniques that a new run turns on where they can run, by name.
     default_techniques: dict[str, dict[str, Any]] = {}  # noqa: RUF012
 
     def __post_init__(self) -> None:

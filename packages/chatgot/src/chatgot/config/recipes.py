@@ -3,15 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from chatgot.config.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    EvalConfig,
-    LogConfig,
-    LoopConfig,
-    SampleConfig,
-)
+from chatgot.config.config import CheckpointConfig, Config, DataConfig, EvalConfig, LoopConfig, SampleConfig
 from chatgot.model.config import ModelConfig
 from chatgot.optim.optimizers import OptimConfig
 from chatgot.optim.schedules import ScheduleConfig
@@ -46,8 +38,6 @@ def shakespeare_char_cpu() -> Config:
         optim=OptimConfig(lr=1e-3, weight_decay=0.1, beta2=0.99, grad_clip=1.0),
         schedule=ScheduleConfig(name="cosine", warmup_steps=100, final=0.1),
         loop=LoopConfig(steps=2000, batch_size=12),
-        eval=EvalConfig(every=250),
-        checkpoint=CheckpointConfig(every=250),
     )
 
 
@@ -171,7 +161,6 @@ def gpt2_124m() -> Config:
         loop=LoopConfig(steps=19_000, batch_size=16, gradient_accumulation_steps=32, auto_batch_size=True),
         eval=EvalConfig(every=500),
         checkpoint=CheckpointConfig(every=1000),
-        log=LogConfig(every=10),
         default_techniques={**_FAST, "fused-cross-entropy": {}},
     )
 

@@ -8,7 +8,6 @@ little-endian), and ``data.json``, which describes them and carries a checksum o
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, cast
 
@@ -191,43 +190,35 @@ class Dataset:
         >>> dataset.tokenizer.decode(dataset.train[:8]), dataset.vocab_size
         ('to be or', 7)
         """
-        path = Path(checked_path(folder))
-        return read_directory(path, partial(_read, verify=verify, known=known or {}, progress=progress, check=check))
 
+        def read(directory: Directory) -> Dataset:
+            layout, tokenizer = _read_layout(directory)
+            with ExitStack() as stack:
+                files = {split: stack.enter_context(_open_tokens(directory, layout, split)) for split in SPLITS}
+                tokens = {split: _map_tokens(file, layout, split) for split, file in files.items()}
+                dataset = cls(
+                    path=directory.path,
+                    train=tokens[TRAIN],
+                    validation=tokens[VALIDATION],
+                    tokenizer=tokenizer,
+                    fingerprint=layout.fingerprint(tokenizer),
+                    description=layout.description(tokenizer),
+                    mixture=tuple((part.tokens, part.weight) for part in layout.mixture or ()),
+                )
+                if check is not None:
+                    check(dataset)
+                if verify:
+                    # The status is from before the file was read: a change while it is read shows the next time.
+                    dataset.verified.update({split: _status(file) for split, file in files.items()})
+                    unknown = [split for split in SPLITS if (known or {}).get(split) != dataset.verified[split]]
+                    meter = Meter(sum(files[split].size for split in unknown), progress)
+                    for split in unknown:
+                        _verify(files[split], layout, split, meter)
+            # The mapped files stay mapped when their descriptors are closed.
+            directory.close()
+            return dataset
 
-def _read(
-    directory: Directory,
-    *,
-    verify: bool,
-    known: Mapping[str, FileStatus],
-    progress: Progress | None,
-    check: Callable[[Dataset], None] | None,
-) -> Dataset:
-    layout, tokenizer = _read_layout(directory)
-    with ExitStack() as stack:
-        files = {split: stack.enter_context(_open_tokens(directory, layout, split)) for split in SPLITS}
-        tokens = {split: _map_tokens(file, layout, split) for split, file in files.items()}
-        dataset = Dataset(
-            path=directory.path,
-            train=tokens[TRAIN],
-            validation=tokens[VALIDATION],
-            tokenizer=tokenizer,
-            fingerprint=layout.fingerprint(tokenizer),
-            description=layout.description(tokenizer),
-            mixture=tuple((part.tokens, part.weight) for part in layout.mixture or ()),
-        )
-        if check is not None:
-            check(dataset)
-        if verify:
-            # The status is that before the file was read: a change while it is read shows the next time.
-            dataset.verified.update({split: _status(file) for split, file in files.items()})
-            unknown = [split for split, status in dataset.verified.items() if known.get(split) != status]
-            meter = Meter(sum(files[split].size for split in unknown), progress)
-            for split in unknown:
-                _verify(files[split], layout, split, meter)
-    # The mapped files stay mapped when their descriptors are closed.
-    directory.close()
-    return dataset
+        return read_directory(Path(checked_path(folder)), read)
 
 
 def _open_tokens(directory: Directory, layout: DataManifest, split: str) -> SourceFile:

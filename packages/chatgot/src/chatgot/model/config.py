@@ -14,27 +14,19 @@ GATED = ("swiglu", "geglu")
 
 
 class RopeScaling(Section, frozen=True):
-    """How the angles of rotary positions are changed for a context longer than in the first training.
+    """How the angles of rotary positions are changed for a context longer than in the first training."""
 
-    Attributes
-    ----------
-    kind : str, optional
-        None for no change; ``"linear"``: all angles are divided by the factor (Chen et al., arXiv 2306.15595);
-        ``"llama3"``: only angles with long wavelengths, as in LLaMA 3.1 (Grattafiori et al., arXiv 2407.21783).
-    factor : float
-        The divisor of the angles.
-    low_frequency_factor, high_frequency_factor : float
-        For ``"llama3"``: angles that turn at most ``low_frequency_factor`` times within the original context are
-        divided by the factor, angles that turn at least ``high_frequency_factor`` times are unchanged, and in between
-        the division is interpolated.
-    original_context_length : int
-        For ``"llama3"``: the context of the first training.
-    """
-
+    # None for no change; ``"linear"``: all angles are divided by the factor (Chen et al., arXiv 2306.15595);
+    # ``"llama3"``: only angles with long wavelengths, as in LLaMA 3.1 (Grattafiori et al., arXiv 2407.21783).
     kind: Literal["linear", "llama3"] | None = None
+    # The divisor of the angles.
     factor: Positive = 1.0
+    # For ``"llama3"``: angles that turn at most ``low_frequency_factor`` times within the original context are divided
+    # by the factor, angles that turn at least ``high_frequency_factor`` times are unchanged, and in between the
+    # division is interpolated.
     low_frequency_factor: Positive = 1.0
     high_frequency_factor: Positive = 4.0
+    # For ``"llama3"``: the context of the first training.
     original_context_length: Count = 8192
 
     def __post_init__(self) -> None:
@@ -47,20 +39,13 @@ class RopeScaling(Section, frozen=True):
 
 
 class LoraConfig(Section, frozen=True):
-    """Adapters of low rank beside frozen weights; see `chatgot.model.layers.LoraLinear`.
+    """Adapters of low rank beside frozen weights; see `chatgot.model.layers.LoraLinear`."""
 
-    Attributes
-    ----------
-    rank : int
-        The rank of the adapters; 0 for none.
-    alpha : float
-        The output of the adapters is multiplied by alpha / rank.
-    targets : str
-        The layers that have an adapter: ``"attention"``, ``"mlp"``, or ``"all"``.
-    """
-
+    # The rank of the adapters; 0 for none.
     rank: Steps = 0
+    # The output of the adapters is multiplied by alpha / rank.
     alpha: Positive = 16.0
+    # The layers that have an adapter: ``"attention"``, ``"mlp"``, or ``"all"``.
     targets: Literal["all", "attention", "mlp"] = "all"
 
     def adapts(self, part: str) -> bool:

@@ -46,23 +46,17 @@ class Muon(torch.optim.Muon):
     of `POLAR_EXPRESS` in place of ``ns_coefficients``; and ``beta2``, the decay that normalises the rows of an update
     (see `normalise_rows`). Then the state of a parameter also has ``row_variance``, float32 of shape [rows, 1], which
     is whole where the parameter is sharded.
-
-    Attributes
-    ----------
-    orthogonal : callable
-        `orthogonal`, which a technique may compile.
-    ranks : ProcessGroup or None
-        The ranks that update the same parameters, whole or sharded (``DTensor``). Each rank orthogonalises some
-        matrices of a batch, and the ranks exchange the results.
-    found_inf : Tensor or None
-        1.0 to leave parameters and states as they are, else 0.0, as of `torch.optim.AdamW`: decided on the device.
     """
 
+    # The ranks that update the same parameters, whole or sharded (``DTensor``). Each rank orthogonalises some matrices
+    # of a batch, and the ranks exchange the results.
     ranks: dist.ProcessGroup | None = None
+    # 1.0 to leave parameters and states as they are, else 0.0, as of `torch.optim.AdamW`: decided on the device.
     found_inf: Tensor | None = None
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
+        # A technique may compile it.
         self.orthogonal: Orthogonal = orthogonal
 
     @torch.no_grad()

@@ -37,52 +37,36 @@ class ParameterGroup(Section, frozen=True):
 
 
 class OptimConfig(Section, frozen=True):
-    """How weights are updated.
+    """How weights are updated."""
 
-    Attributes
-    ----------
-    name : str
-        ``"adamw"``, or ``"muon"`` for the matrices of the blocks and AdamW for the rest.
-    lr : float
-        The peak learning rate of AdamW.
-    muon_lr, muon_momentum : float
-        The peak learning rate and the momentum of Muon.
-    muon_steps : int
-        Newton-Schulz steps in an update: fewer are faster and less exact.
-    muon_polynomials : str
-        ``"quintic"``, the same in each step, or ``"polar-express"``, the best one for each (see `POLAR_EXPRESS`): four
-        of its steps are about as good as five ``"quintic"`` ones.
-    muon_beta2 : float
-        Decay of the mean squares that normalise the rows of an update (NorMuon, arXiv 2510.05491); 0 turns it off.
-    muon_split : bool
-        Whether Muon orthogonalises queries, keys and values each by itself, not their fused projection.
-    weight_decay : float
-        Weight decay of matrices. Vectors (biases, norms) do not decay.
-    beta1, beta2, eps : float
-        See `torch.optim.AdamW`.
-    grad_clip : float
-        The largest norm of the gradient; a larger gradient is scaled down to it. 0 for no limit.
-    implementation : str
-        Which of torch's AdamW: ``"default"``, ``"foreach"`` or ``"fused"``.
-    groups : dict of str to ParameterGroup
-        Settings of ``"embeddings"``, ``"head"``, ``"norms"``, ``"biases"`` or ``"matrices"``, or of names that match a
-        pattern such as ``"blocks.0.*"``. Where several match, the last one that states a setting decides.
-    """
-
+    # ``"adamw"``, or ``"muon"`` for the matrices of the blocks and AdamW for the rest.
     name: Literal["adamw", "muon"] = "adamw"
+    # The peak learning rate of AdamW.
     lr: Positive = 1e-3
+    # The peak learning rate and the momentum of Muon.
     muon_lr: Positive = 0.02
     muon_momentum: Decay = 0.95
+    # Newton-Schulz steps in an update: fewer are faster and less exact.
     muon_steps: Annotated[int, Meta(ge=1, le=99)] = 5  # torch allows no more
+    # ``"quintic"``, the same in each step, or ``"polar-express"``, the best one for each (see `POLAR_EXPRESS`): four of
+    # its steps are about as good as five ``"quintic"`` ones.
     muon_polynomials: Literal["quintic", "polar-express"] = "quintic"
+    # Decay of the mean squares that normalise the rows of an update (NorMuon, arXiv 2510.05491); 0 turns it off.
     muon_beta2: Decay = 0.0
+    # Whether Muon orthogonalises queries, keys and values each by itself, not their fused projection.
     muon_split: bool = False
+    # Weight decay of matrices. Vectors (biases, norms) do not decay.
     weight_decay: NonNegative = 0.1
+    # See `torch.optim.AdamW`.
     beta1: Decay = 0.9
     beta2: Decay = 0.95
     eps: Positive = 1e-8
+    # The largest norm of the gradient; a larger gradient is scaled down to it. 0 for no limit.
     grad_clip: NonNegative = 1.0
+    # Which of torch's AdamW: ``"default"``, ``"foreach"`` or ``"fused"``.
     implementation: Literal["default", "foreach", "fused"] = "default"
+    # Settings of ``"embeddings"``, ``"head"``, ``"norms"``, ``"biases"`` or ``"matrices"``, or of names that match a
+    # pattern such as ``"blocks.0.*"``. Where several match, the last one that states a setting decides.
     groups: dict[str, ParameterGroup] = {}  # noqa: RUF012  # msgspec copies it for each instance
 
 

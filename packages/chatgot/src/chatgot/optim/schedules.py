@@ -55,32 +55,22 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 class ScheduleConfig(Section, frozen=True):
-    """How the learning rate changes.
+    """How the learning rate changes."""
 
-    Attributes
-    ----------
-    name : str
-        ``"cosine"``, ``"linear"``, ``"wsd"`` (warm-up, stable, decay), ``"constant"``, ``"plateau"``, or ``"range"``: a
-        range test, which rises from ``final`` to the peak, ends early when the loss diverges, and suggests a tenth of
-        the rate with the lowest smoothed loss.
-    start : int
-        The step after which the schedule begins: it covers the steps from there to ``loop.steps``, warm-up included.
-    warmup_steps : int
-        Steps of the rise from 0.
-    final : float
-        The rate of the last step as a fraction of the peak; for ``"range"``, the rate of the first step. 0 is reached
-        one step after the last one, so that the last step still changes the weights.
-    decay : float
-        For ``"wsd"``: the fraction of the steps that decay.
-    patience, factor : int, float
-        For ``"plateau"``: after this many evaluations without a better loss, the rate is multiplied by the factor.
-    """
-
+    # ``"cosine"``, ``"linear"``, ``"wsd"`` (warm-up, stable, decay), ``"constant"``, ``"plateau"``, or ``"range"``: a
+    # range test, which rises from ``final`` to the peak, ends early when the loss diverges, and suggests a tenth of the
+    # rate with the lowest smoothed loss.
     name: Literal[tuple(SCHEDULES)] = "cosine"  # type: ignore[valid-type]
+    # The step after which the schedule begins: it covers the steps from there to ``loop.steps``, warm-up included.
     start: Steps = 0
+    # Steps of the rise from 0.
     warmup_steps: Steps = 0
+    # The rate of the last step as a fraction of the peak; for ``"range"``, the rate of the first step. 0 is reached one
+    # step after the last one, so that the last step still changes the weights.
     final: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    # For ``"wsd"``: the fraction of the steps that decay.
     decay: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    # For ``"plateau"``: after this many evaluations without a better loss, the rate is multiplied by the factor.
     patience: Count = 3
     factor: Fraction = 0.5
 

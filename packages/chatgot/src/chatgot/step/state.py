@@ -38,31 +38,21 @@ class Operations:
 
     A technique assigns its own function in place of one; most call the function that was there before. An operation
     that no technique has replaced is called directly, so that techniques that are off cost nothing.
-
-    Attributes
-    ----------
-    loss : callable
-        ``(inputs, targets) -> Tensor``: the mean loss of a batch, with its autograd graph.
-    backward : callable
-        ``(loss) -> None``: adds the gradient of a loss to the gradients of the parameters.
-    clip : callable
-        ``() -> Tensor``: makes the gradients final, clips them, and returns their norm before clipping.
-    accepts : callable
-        ``(loss, norm) -> bool``: whether to apply the update; raises DivergedError to stop the run.
-    update : callable
-        ``() -> None``: steps the optimizers.
-    evaluate : callable
-        ``(inputs, targets) -> Tensor``: the mean loss of a batch of an evaluation, without gradients and dropout.
-    plain_loss : callable, optional
-        The same as ``loss`` in plain Python, if ``loss`` runs compiled or captured code, which calls no hooks.
     """
 
+    # ``(inputs, targets) -> Tensor``: the mean loss of a batch, with its autograd graph.
     loss: Callable[[Tensor, Tensor], Tensor]
+    # ``(loss) -> None``: adds the gradient of a loss to the gradients of the parameters.
     backward: Callable[[Tensor], None]
+    # ``() -> Tensor``: makes the gradients final, clips them, and returns their norm before clipping.
     clip: Callable[[], Tensor]
+    # ``(loss, norm) -> bool``: whether to apply the update; raises DivergedError to stop the run.
     accepts: Callable[[Tensor, Tensor], bool]
+    # ``() -> None``: steps the optimizers.
     update: Callable[[], None]
+    # ``(inputs, targets) -> Tensor``: the mean loss of a batch of an evaluation, without gradients and dropout.
     evaluate: Callable[[Tensor, Tensor], Tensor]
+    # The same as ``loss`` in plain Python, if ``loss`` runs compiled or captured code, which calls no hooks.
     plain_loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
@@ -133,35 +123,7 @@ class UncheckedStep:
 
 @dataclass(kw_only=True)
 class StepState(ABC):
-    """A run as one training step sees it.
-
-    Attributes
-    ----------
-    operations : Operations
-        What a step consists of; techniques replace or wrap them.
-    world : World
-        The ranks that train the run together.
-    replicas, replica : int
-        How many ranks, or groups of ranks, train on data of their own, and the number of this one.
-    micro_batches : int
-        In how many parts an operation computes one batch.
-    reads_losses : bool
-        Whether a technique reads each loss in its own step.
-    peak_flops : float
-        FLOP/s of the fastest matmul in the precision of the run, on this rank; see `measured_peak`.
-    move : BatchTransfer
-        Copies batches to the device.
-    in_checkpoint : dict of str to callable
-        Returns a part of a checkpoint, by its name: what techniques save in place of the run's own object.
-    drawn : range
-        The numbers of the batches of the last step.
-    positions : int
-        The positions that all ranks together computed in the last step, whether their targets count or not.
-    checks_later : bool
-        Whether losses are checked for divergence some steps later; see `can_check_later`.
-    unchecked : list of UncheckedStep
-        The steps that are still to be checked.
-    """
+    """A run as one training step sees it."""
 
     config: Config
     dataset: Dataset
@@ -171,19 +133,31 @@ class StepState(ABC):
     plateau: Plateau
     batches: BatchSource
     average: WeightAverage
+    # What a step consists of; techniques replace or wrap them.
     operations: Operations
+    # FLOP/s of the fastest matmul in the precision of the run, on this rank; see `measured_peak`.
     peak_flops: float
+    # The ranks that train the run together.
     world: World = field(default_factory=World)
+    # How many ranks, or groups of ranks, train on data of their own, and the number of this one.
     replicas: int = 1
     replica: int = 0
+    # In how many parts an operation computes one batch.
     micro_batches: int = 1
+    # Whether a technique reads each loss in its own step.
     reads_losses: bool = False
     progress: TrainingProgress = field(default_factory=TrainingProgress)
+    # Returns a part of a checkpoint, by its name: what techniques save in place of the run's own object.
     in_checkpoint: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    # The numbers of the batches of the last step.
     drawn: range = field(default=range(0), init=False)
+    # The positions that all ranks together computed in the last step, whether their targets count or not.
     positions: int = field(default=0, init=False)
+    # Whether losses are checked for divergence some steps later; see `can_check_later`.
     checks_later: bool = field(default=False, init=False)
+    # The steps that are still to be checked.
     unchecked: list[UncheckedStep] = field(default_factory=list, init=False)
+    # Copies batches to the device.
     move: BatchTransfer = field(init=False)
 
     def __post_init__(self) -> None:
