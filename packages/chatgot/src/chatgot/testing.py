@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from chatgot.config.config import Config
 from chatgot.data.dataset import Dataset
 from chatgot.data.prepare import prepare
-from chatgot.loop import train
+from chatgot.loop import Silent, train
 from chatgot.model.config import ModelConfig
 from chatgot.run.folder import RunFolder
 from chatgot.run.setup import open_run
@@ -69,12 +69,6 @@ _DISTANCE_TOLERANCE = 0.25
 _TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 
 
-class SilentListener:
-    """A listener that ignores all events of a run."""
-
-    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
-
-
 def with_techniques(config: Config, techniques: Mapping[str, Mapping[str, Any]]) -> Config:
     """Return a configuration with techniques on, from their settings by name."""
     return config.changed({f"techniques.{name}": dict(settings) for name, settings in techniques.items()})
@@ -100,7 +94,7 @@ def train_run(config: Config, folder: Path, data: Path, *, resume: bool = False,
     """Train in a folder to the end, or for a number of steps."""
     steps = itertools.count(1)
     with open_run(config, RunFolder(folder), Dataset.open(data), resume=resume) as run:
-        train(run, SilentListener(), stop=lambda: next(steps) == stop_after)
+        train(run, Silent(), stop=lambda: next(steps) == stop_after)
 
 
 def killed_copy(run: Path, folder: Path, *, step: int) -> Path:
@@ -147,7 +141,7 @@ def whole_run(config: Config, data: Path) -> WholeRun:
             start = {name: _whole(each) for name, each in run.model.state_dict().items()}
             plain_names = list(type(run.model)(run.config.model, device="meta").state_dict())
             hooks = _count_hooks(run)
-            train(run, SilentListener())
+            train(run, Silent())
             seen = WholeRun(folder, start, plain_names, run.techniques.proofs, (hooks, _count_hooks(run)), settings)
         _WHOLE_RUNS[folder] = replace(seen, settings_after=_process_settings())
     return _WHOLE_RUNS[folder]

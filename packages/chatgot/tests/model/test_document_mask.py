@@ -16,7 +16,7 @@ from chatgot.model.attention import dense_mask, document_numbers, tiled_mask
 from chatgot.model.config import ModelConfig
 from chatgot.model.gpt import GPT
 from chatgot.run.folder import RunFolder
-from chatgot.run.weights import load_trained
+from chatgot.run.weights import load_trained_at
 from chatgot.step.train_step import evaluate, take_step
 from chatgot.testing import TINY, losses, opened, train_run, trained
 from tensorkeep.errors import UsageError
@@ -135,7 +135,7 @@ def test_the_mask_changes_training_and_is_that_of_the_trained_model(documents: P
     ends = {True: Dataset.open(documents).tokenizer.end_of_document, False: None}
     folders = {masks: trained(CONFIG.changed({"data.mask_documents": masks}), documents) for masks in ends}
     for masks, folder in folders.items():
-        assert load_trained(RunFolder(folder), device="cpu").model.document_end == ends[masks]
+        assert load_trained_at(folder, device="cpu").model.document_end == ends[masks]
     assert losses(folders[True]) != losses(folders[False])
 
 

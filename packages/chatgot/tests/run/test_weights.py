@@ -19,7 +19,7 @@ from chatgot.model.config import ModelConfig
 from chatgot.model.gpt import GPT
 from chatgot.run.folder import RunFolder
 from chatgot.run.setup import open_run
-from chatgot.run.weights import InitialWeights, load_trained, read_initial
+from chatgot.run.weights import InitialWeights, load_trained_at, read_initial
 from techniques.several_processes import group_of_one
 from tensorkeep import CheckpointManager
 from tensorkeep.errors import UnsupportedError, UsageError
@@ -73,7 +73,7 @@ def test_a_run_starts_from_the_weights_of_another_and_of_a_chosen_step(
 ) -> None:
     initial, second = read_initial(source), read_initial(f"{source}@2")
     start(CONFIG, initial, tmp_path / "run", data, stop_at=1)
-    expected = load_trained(RunFolder(source)).model.state_dict()
+    expected = load_trained_at(source).model.state_dict()
     assert difference(first_model(tmp_path / "run"), dict(expected)) is None
     record = RunFolder(tmp_path / "run").record()
     assert record.config.model.n_layers == 2
@@ -121,7 +121,7 @@ def test_resumed_run_is_exact_and_does_not_need_the_source(tmp_path: Path, data:
 def test_export_and_start_gives_the_same_weights(tmp_path: Path, data: Path) -> None:
     llama = {"model.positions": "rotary", "model.norm": "rmsnorm", "model.activation": "swiglu", "model.kv_heads": 1}
     run(CONFIG.changed(llama), tmp_path / "source", data)
-    trained = load_trained(RunFolder(tmp_path / "source"))
+    trained = load_trained_at(tmp_path / "source")
     export(trained.model, trained.model.config, tmp_path / "exported")
     start(CONFIG, read_initial(tmp_path / "exported"), tmp_path / "run", data, stop_at=1)
     assert difference(first_model(tmp_path / "run"), dict(trained.model.state_dict())) is None
@@ -213,7 +213,7 @@ def test_the_two_files_of_gpt2_are_a_tokenizer_and_its_model_is_tuned_to_convers
     assert Dataset.open(own).tokenizer.digest == ours.digest
     gpt2 = {"model.n_layers": 2, "model.activation": "gelu_tanh", "model.bias": True, "loop.steps": 1}
     run(CONFIG.changed(gpt2), tmp_path / "source", own)
-    trained = load_trained(RunFolder(tmp_path / "source"))
+    trained = load_trained_at(tmp_path / "source")
     export(trained.model, trained.model.config, tmp_path / "exported")
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(tmp_path / "model" / name, tmp_path / "exported")
@@ -270,7 +270,7 @@ def test_tokens_of_conversations_are_added_to_the_vocabulary(tmp_path: Path, tra
         initial, talk = read_initial(folder / "source"), conversations(folder, TALK, f"from:{folder / 'source'}")
         old, new = 28, Dataset.open(talk).vocab_size
         assert new == old + 5
-        config, known = with_model(CONFIG, initial), load_trained(RunFolder(folder / "source")).model.state_dict()
+        config, known = with_model(CONFIG, initial), load_trained_at(folder / "source").model.state_dict()
         with open_run(config, RunFolder(folder / "run"), Dataset.open(talk), initial=initial) as opened:
             note = "5 tokens of conversations are new to the weights, and begin as the mean of all others"
             assert note in opened.notes
@@ -297,4 +297,4 @@ def test_tuning_to_conversations_resumes_exactly_and_can_be_tuned_again(tmp_path
     assert not tuned.new_tokens(RunFolder(tmp_path / "whole").record().config.model)
     start(CONFIG, tuned, tmp_path / "again", talk, stop_at=1)
     first = first_model(tmp_path / "again")
-    assert torch.equal(first["tokens.weight"], load_trained(RunFolder(tmp_path / "whole")).model.tokens.weight)
+    assert torch.equal(first["tokens.weight"], load_trained_at(tmp_path / "whole").model.tokens.weight)

@@ -23,7 +23,7 @@ import chatgot.run.setup
 from chatgot.config.config import Config
 from chatgot.data.dataset import Dataset
 from chatgot.generate import generate
-from chatgot.loop import train, validation_loss
+from chatgot.loop import Silent, train, validation_loss
 from chatgot.model.gpt import GPT, IGNORED, token_loss
 from chatgot.run.folder import RunFolder
 from chatgot.run.resume import branch_point
@@ -31,7 +31,7 @@ from chatgot.run.setup import open_run
 from chatgot.run.state import OpenRun
 from chatgot.step.train_step import take_step
 from chatgot.techniques import mixed_precision
-from chatgot.testing import TINY, SilentListener, losses, opened, train_run
+from chatgot.testing import TINY, losses, opened, train_run
 from forked import ended, kill, start
 from tensorkeep.errors import TensorkeepError
 from tensorkeep_bench.training.cell import live_bytes
@@ -174,7 +174,7 @@ def _abandon_or_train(given: Task) -> None:
             return False
 
         with suppress(Abandoned):
-            train(run, SilentListener(), stop=stop)
+            train(run, Silent(), stop=stop)
 
 
 def _config(given: Task) -> Config:
@@ -285,7 +285,7 @@ def _stop_last(given: Task) -> Any:
                 os._exit(9)
             return stops
 
-        summary = train(run, SilentListener(), stop=stop)
+        summary = train(run, Silent(), stop=stop)
         return {"step": summary.step, "reason": summary.reason, "loss": summary.loss}
 
 

@@ -13,7 +13,7 @@ from chatgot.model.config import LoraConfig, ModelConfig
 from chatgot.model.gpt import GPT
 from chatgot.model.layers import is_adapter, merge_adapters
 from chatgot.run.folder import RunFolder
-from chatgot.run.weights import load_trained, read_initial
+from chatgot.run.weights import load_trained_at, read_initial
 from chatgot.step.state import StepState
 from chatgot.techniques.lora import Lora
 from chatgot.testing import TINY, TechniqueSuite, last_state, opened, trained, verified_step
@@ -67,7 +67,7 @@ class TestLora(TechniqueSuite):
 
     def test_a_run_with_adapters_is_a_start_with_merged_weights(self, data: Path) -> None:
         folder = trained(self.config_with({"rank": 4}), data)
-        model, initial = load_trained(RunFolder(folder)).model, read_initial(folder)
+        model, initial = load_trained_at(folder).model, read_initial(folder)
         assert not initial.config.lora.rank
         tokens = torch.arange(8).unsqueeze(0)
         ours = GPT(initial.config, values=initial.tensors).eval()

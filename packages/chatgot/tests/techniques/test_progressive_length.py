@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from chatgot.loop import train
+from chatgot.loop import Silent, train
 from chatgot.step.state import StepState
 from chatgot.step.train_step import take_step
 from chatgot.techniques.progressive_length import ProgressiveLength, ProgressiveLengthSettings
-from chatgot.testing import STEPS, SilentListener, TechniqueSuite, opened, whole_run
+from chatgot.testing import STEPS, TechniqueSuite, opened, whole_run
 
 
 def watched(run: StepState) -> list[tuple[int, torch.Tensor]]:
@@ -52,13 +52,13 @@ class TestProgressiveLength(TechniqueSuite):
             run.model.tokens.register_forward_pre_hook(
                 lambda module, inputs: None if torch.is_grad_enabled() else evaluated.append(inputs[0].shape[1])
             )
-            train(run, SilentListener(), stop=lambda: run.progress.step == 3)
+            train(run, Silent(), stop=lambda: run.progress.step == 3)
         assert set(evaluated) == {16}
 
     def test_mfu_counts_attention_of_the_current_length(self, tmp_path: Path, data: Path) -> None:
         """The first step is not counted."""
         with opened(self.config_with({}), tmp_path / "run", data) as run:
-            train(run, SilentListener())
+            train(run, Silent())
             tokens, flops = run.progress.tokens // STEPS, run.config.model.flops_per_token
             assert run.speed.flops == sum(tokens * flops(length) for length in (4, 8, 16, 16, 16))
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from chatgot.step.state import StepState
-from chatgot.techniques.base import NoSettings
 from chatgot.techniques.stack import Stack
 from chatgot.techniques.triton_kernel import TritonKernel
 from chatgot.testing import TINY, TechniqueSuite, opened, verified_step, with_techniques
@@ -94,7 +93,7 @@ def compute(function: Any, gate: Tensor, up: Tensor, gradient: Tensor) -> list[T
 def test_activation_that_is_one_kernel_in_torch_is_refused(activation: str) -> None:
     run: Any = SimpleNamespace(config=TINY.changed({"model.activation": activation}))
     with pytest.raises(UsageError, match="in one kernel already"):
-        TritonKernel(NoSettings()).apply(run)
+        TritonKernel(TritonKernel.Settings()).apply(run)
 
 
 def test_step_without_launches_is_an_error() -> None:
@@ -102,5 +101,8 @@ def test_step_without_launches_is_an_error() -> None:
     model = SimpleNamespace(blocks=[object(), object()])
     run: Any = SimpleNamespace(config=TINY, model=model, operations=operations, checks_later=False)
     missed = "forward of block 0, the backward of block 0, the forward of block 1, the backward of block 1"
-    with pytest.raises(TechniqueNotActiveError, match=missed), Stack([TritonKernel(NoSettings())]).verified(run):
+    with (
+        pytest.raises(TechniqueNotActiveError, match=missed),
+        Stack([TritonKernel(TritonKernel.Settings())]).verified(run),
+    ):
         pass

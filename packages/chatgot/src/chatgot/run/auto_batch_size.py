@@ -1,14 +1,12 @@
-"""The batch size that fills the memory of a GPU: steps with small batches are measured, and the choice is tried.
+"""The batch size that fills the memory of a GPU: steps with small batches are measured, and the choice is tried."""
 
-A step has the same sequences in the same order, so only rounding and the zeros of dropout depend on the choice.
-"""
+# A step has the same sequences in the same order, so only rounding and the zeros of dropout depend on the choice.
 
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-import msgspec
 import torch
 
 from chatgot.config.config import Config
@@ -16,6 +14,7 @@ from chatgot.run.state import OpenRun
 from chatgot.step.state import StepState
 from chatgot.step.world import World
 from chatgot.techniques.stack import Stack
+from chatgot.techniques.wrapped_batches import with_loop
 from tensorkeep.errors import OutOfMemoryError, UsageError, is_out_of_memory
 from tensorkeep.ext import format_bytes
 
@@ -74,10 +73,7 @@ def gpu_memory(device: torch.device) -> GpuMemory | None:
 
 
 def filled(config: Config, memory: GpuMemory, world: World, trial: Trial) -> tuple[Config, str]:
-    """Return a configuration with batches that fill the memory, and a note on the choice; a collective.
-
-    Raises OutOfMemoryError if the smallest batches do not fit; UsageError if a technique cannot accumulate batches.
-    """
+    """Return a configuration with batches that fill the memory, and a note on the choice; a collective."""
     for each in Stack.of(config.techniques).techniques:
         if each.cannot_accumulate is not None:
             raise UsageError(
@@ -93,7 +89,10 @@ def filled(config: Config, memory: GpuMemory, world: World, trial: Trial) -> tup
     available = min(world.all_gather(memory.available()))
 
     def measure(rows: int) -> Peaks | None:
-        found = _measured(trial(_shortened(with_batch_size(config, rows * replicas))), memory)
+        sized = with_batch_size(config, rows * replicas)
+        # The second batch, beside the gradient of the first, takes as much memory as any later one.
+        shortened = with_loop(sized, gradient_accumulation_steps=min(2, sized.loop.gradient_accumulation_steps))
+        found = _measured(trial(shortened), memory)
         memory.release()
         # A rank that ran out of memory takes part, too: the others would wait for it.
         of_ranks = [each for each in world.all_gather(None if found is None else [*found]) if each is not None]
@@ -153,17 +152,7 @@ def with_batch_size(config: Config, batch_size: int) -> Config:
     sequences = config.loop.batch_size * config.loop.gradient_accumulation_steps
     if sequences % batch_size:
         raise UsageError(f"{sequences} sequences do not divide into batches of {batch_size}", remedy="give a divisor")
-    loop = msgspec.structs.replace(
-        config.loop, batch_size=batch_size, gradient_accumulation_steps=sequences // batch_size
-    )
-    return msgspec.structs.replace(config, loop=loop)
-
-
-def _shortened(config: Config) -> Config:
-    # The second batch, beside the gradient of the first, takes as much memory as any later one.
-    batches = min(2, config.loop.gradient_accumulation_steps)
-    loop = msgspec.structs.replace(config.loop, gradient_accumulation_steps=batches)
-    return msgspec.structs.replace(config, loop=loop)
+    return with_loop(config, batch_size=batch_size, gradient_accumulation_steps=sequences // batch_size)
 
 
 # These functions alone refer to a run, so that its memory is free when they return.

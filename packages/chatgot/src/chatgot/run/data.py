@@ -38,13 +38,8 @@ def open_data(
     given: Collection[str] = (),
     meter: ShowProgress = lambda activity: nullcontext(),
 ) -> Dataset:
-    """Return the data of a run, with every token verified; a resumed run reads only files that have changed.
-
-    A new run takes ``data.source``, prepared in the run's folder if it is text. A resumed run takes the data that it
-    started with. Settings of the preparation in ``given`` (dotted names that the user gave) must fit the data.
-
-    Raises UsageError if the data is not what the user asked for, or not the data of the run; NotACheckpointError if
-    there is no data; and the errors of `prepare` and `Dataset.open`.
+    """Return the data of a run, with every token verified: the data that a resumed run started with, or
+    ``data.source``, prepared in the run's folder if it is text. ``given`` are the settings that the user gave.
     """
     if resume and folder.exists():
         return _open_again(config, folder, given, meter)
@@ -62,10 +57,7 @@ def open_data(
 def with_data(
     config: Config, folder: RunFolder, dataset: Dataset, *, resume: bool, origin: Config | None = None
 ) -> Config:
-    """Return a configuration that describes its data, and its model has a vocabulary that is large enough.
-
-    ``origin`` is the configuration of the run that a new run branches from.
-    """
+    """Describe the data in a configuration; ``origin`` is the configuration of the run that a new run branches from."""
     model = config.model.with_tokens(dataset.vocab_size)
     place = Path(os.path.abspath(dataset.path))
     in_folder = place == folder.data
@@ -178,17 +170,14 @@ def _open_first(places: list[Path], folder: RunFolder, meter: ShowProgress) -> D
 def check_data(config: Config, dataset: Dataset, techniques: Stack) -> None:
     """Raise UsageError if a run cannot train on its data: it is too short, or a technique or masks do not allow it."""
     # Windows of text have one length; rows of conversations are filled up.
-    if dataset.chat_tokenizer is None:
-        splits = {"training split": dataset.train, "validation split": dataset.validation}
-        for split, tokens in splits.items():
-            check_window(len(tokens), config.model.context_length, what=f"the {split}", path=dataset.path)
-    for each in techniques.techniques if dataset.chat_tokenizer is not None else ():
-        if each.refuses_conversations is not None:
-            raise UsageError(
-                f"{each.name} {each.refuses_conversations}",
-                path=dataset.path,
-                remedy=f"turn it off: --{TECHNIQUES}{each.name} off",
-            )
+    is_text = dataset.chat_tokenizer is None
+    splits = {"training split": dataset.train, "validation split": dataset.validation} if is_text else {}
+    for split, tokens in splits.items():
+        check_window(len(tokens), config.model.context_length, what=f"the {split}", path=dataset.path)
+    for each in techniques.techniques:
+        if each.refuses_conversations is not None and not is_text:
+            remedy = f"turn it off: --{TECHNIQUES}{each.name} off"
+            raise UsageError(f"{each.name} {each.refuses_conversations}", path=dataset.path, remedy=remedy)
     if config.data.mask_documents:
         _check_masking(config, dataset, techniques)
 
@@ -207,16 +196,12 @@ def _check_masking(config: Config, dataset: Dataset, techniques: Stack) -> None:
                 remedy="leave one of them out",
             )
     # Both mix features of neighbouring positions, also across the end of a document.
-    mixing = [name for name, off in (("token_shift", "none"), ("convolution", 1)) if _is_on(config, name, off)]
-    if mixing:
+    if config.model.token_shift or config.model.convolution > 1:
+        mixing = "token_shift" if config.model.token_shift else "convolution"
         raise UsageError(
-            f"data.mask_documents is true, and model.{mixing[0]} passes features from a document to the next one",
+            f"data.mask_documents is true, and model.{mixing} passes features from a document to the next one",
             remedy="leave one of them out",
         )
-
-
-def _is_on(config: Config, name: str, off: object) -> bool:
-    return config.setting(f"model.{name}") not in (off, False)
 
 
 # Elements of the logits of a batch of ``eval.batches``.
@@ -235,11 +220,7 @@ def validation_windows(config: Config, dataset: Dataset) -> EvaluationWindows:
 def open_branch_data(
     config: Config, folder: RunFolder, point: BranchPoint, given: Collection[str], meter: ShowProgress
 ) -> Dataset:
-    """Return the data of a branch: ``data.source`` if that was given, else the data of the run that it branches from.
-
-    Raises UsageError if the data has another tokenizer, or was prepared by other settings than the given ones; and the
-    errors of `open_data`.
-    """
+    """Return the data of a branch: ``data.source`` if that was given, else the data of the run branched from."""
     if "data.source" in given:
         dataset = open_data(config, folder, given=given, meter=meter)
         point.check_data(dataset)

@@ -7,7 +7,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -29,12 +29,21 @@ _NOT_IN_NAMES = re.compile(r"[^\w/ .:-]")
 
 
 class Tracker(ABC):
-    """Receives the figures of a run, on rank 0. Remote trackers may fail while the run continues."""
+    """Receives the figures of a run, on rank 0. Remote trackers may fail while the run continues.
 
+    Raises MissingExtraError if its package is not installed.
+    """
+
+    # The setting that turns it on. Its value is the project or the experiment.
     name: ClassVar[str]
-    is_remote: ClassVar[bool] = True
+    # The module to import, what installs it, and its name in an error.
+    package: ClassVar[tuple[str, str, str]]
+    # For a remote tracker: what to do if it cannot begin.
+    remedy: ClassVar[str | None] = None
 
     def __init__(self, folder: RunFolder, target: str = "") -> None:
+        module, installed_by, name = self.package
+        self._package = import_extra(module, installed_by, f"{self.name} needs {name}")
         self._folder = folder
         self._target = target
 
@@ -48,59 +57,21 @@ class Tracker(ABC):
 
     @abstractmethod
     def close(self, *, failed: bool) -> None:
-        """Send or write what is left, and end."""
+        """Send or write what is left, and end; nothing if it has not begun."""
 
     def _settings(self) -> dict[str, Any]:
         return flat(self._folder.record().config.as_dict())
 
-    @contextmanager
-    def _errors(self, remedy: str) -> Iterator[None]:
-        try:
-            yield
-        # The packages raise errors of many kinds. The run can resume: its record was written before.
-        except Exception as error:
-            raise StoreError(
-                f"{self.name}: the run cannot be logged there: {first_line(error)}",
-                remedy=f"{remedy}; then repeat the command with --resume",
-            ) from error
-
-
-def trackers_of(config: LogConfig, folder: RunFolder) -> list[Tracker]:
-    """Return the trackers that the settings ask for; MissingExtraError if the package of one is not installed."""
-    found: list[Tracker] = []
-    if config.tensorboard:
-        found.append(TensorBoard(folder))
-    if config.wandb is not None:
-        found.append(Wandb(folder, config.wandb))
-    if config.mlflow is not None:
-        found.append(Mlflow(folder, config.mlflow))
-    return found
-
-
-def figures_of(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers among the values of an event, with names such as ``"train/loss"``."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from figures_of(f"{kind}/{name}", value)
-        elif isinstance(value, int | float):
-            yield f"{kind}/{name}", value
-
 
 class TensorBoard(Tracker):
-    name: ClassVar[str] = "log.tensorboard"
-    is_remote: ClassVar[bool] = False
+    name: ClassVar = "log.tensorboard"
+    package: ClassVar = ("torch.utils.tensorboard", "chatgot", "TensorBoard")
 
-    def __init__(self, folder: RunFolder) -> None:
-        super().__init__(folder)
-        needed = f"{self.name} needs TensorBoard"
-        self._writer_class: Callable[..., Any] = import_extra(
-            "torch.utils.tensorboard", "chatgot", needed
-        ).SummaryWriter
-        self._writer: Any = None
+    _writer: Any = None
 
     def begin(self, last_step: int) -> None:
         # TensorBoard then ignores later steps in its earlier files.
-        self._writer = self._writer_class(str(self._folder.path / "tensorboard"), purge_step=last_step + 1)
+        self._writer = self._package.SummaryWriter(str(self._folder.path / "tensorboard"), purge_step=last_step + 1)
 
     def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
@@ -114,31 +85,29 @@ class TensorBoard(Tracker):
 class Wandb(Tracker):
     """A run of a W&B project, which resumes with the run. Steps that a resumed run repeats are sent again."""
 
-    name: ClassVar[str] = "log.wandb"
+    name: ClassVar = "log.wandb"
+    package: ClassVar = ("wandb", "chatgot[wandb]", "wandb")
+    remedy: ClassVar = "wandb login; or set WANDB_MODE=offline, and wandb sync later"
 
-    def __init__(self, folder: RunFolder, project: str) -> None:
-        super().__init__(folder, project)
-        self._wandb = import_extra("wandb", "chatgot[wandb]", f"{self.name} needs wandb")
-        self._run: Any = None
+    _run: Any = None
 
     def begin(self, last_step: int) -> None:
-        with self._errors("wandb login; or set WANDB_MODE=offline, and wandb sync later"):
-            self._run = self._wandb.init(
-                project=self._target,
-                # The identity finds the run again, also after its folder was moved.
-                id=self._folder.record().identity,
-                name=self._folder.path.name,
-                dir=str(self._folder.path),
-                config=self._settings(),
-                resume="allow",
-                # Not the run of other code in this process.
-                reinit="create_new",
-                # Standard output may be one JSON document.
-                settings=self._wandb.Settings(console="off"),
-            )
-            # The step counter of W&B must not go back, and a save is reported at the step that was saved.
-            self._run.define_metric("step")
-            self._run.define_metric("*", step_metric="step")
+        self._run = self._package.init(
+            project=self._target,
+            # The identity finds the run again, also after its folder was moved.
+            id=self._folder.record().identity,
+            name=self._folder.path.name,
+            dir=str(self._folder.path),
+            config=self._settings(),
+            resume="allow",
+            # Not the run of other code in this process.
+            reinit="create_new",
+            # Standard output may be one JSON document.
+            settings=self._package.Settings(console="off"),
+        )
+        # The step counter of W&B must not go back, and a save is reported at the step that was saved.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
         self._run.log({**figures, "step": step})
@@ -151,23 +120,24 @@ class Wandb(Tracker):
 class Mlflow(Tracker):
     """A run of an MLflow experiment, found again by a tag. ``MLFLOW_TRACKING_URI`` names the server."""
 
-    name: ClassVar[str] = "log.mlflow"
+    name: ClassVar = "log.mlflow"
+    package: ClassVar = ("mlflow", "chatgot[mlflow]", "mlflow")
+    remedy: ClassVar = "set MLFLOW_TRACKING_URI to a server that runs, or leave it out"
 
-    def __init__(self, folder: RunFolder, experiment: str, now: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(folder, experiment)
-        self._mlflow = import_extra("mlflow", "chatgot[mlflow]", f"{self.name} needs mlflow")
+    _client: Any = None
+    _run_id = ""
+
+    def __init__(self, folder: RunFolder, target: str, now: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(folder, target)
         self._now = now
-        self._client: Any = None
-        self._run_id = ""
         self._waiting: list[Any] = []
         self._sent = now()
 
     def begin(self, last_step: int) -> None:
-        with self._errors("set MLFLOW_TRACKING_URI to a server that runs, or leave it out"):
-            self._client = self._mlflow.MlflowClient()
-            experiment = self._client.get_experiment_by_name(self._target)
-            found = None if experiment is None else self._find_run(experiment.experiment_id)
-            self._run_id = found or self._create_run(experiment)
+        self._client = self._package.MlflowClient()
+        experiment = self._client.get_experiment_by_name(self._target)
+        found = None if experiment is None else self._find_run(experiment.experiment_id)
+        self._run_id = found or self._create_run(experiment)
 
     def _find_run(self, experiment_id: str) -> str | None:
         wanted = f"tags.`tensorkeep.run` = '{self._folder.record().identity}'"
@@ -180,7 +150,7 @@ class Mlflow(Tracker):
         return run_id
 
     def _create_run(self, experiment: Any) -> str:
-        client, param = self._client, self._mlflow.entities.Param
+        client, param = self._client, self._package.entities.Param
         experiment_id = client.create_experiment(self._target) if experiment is None else experiment.experiment_id
         values = self._settings()
         names = _accepted_names(values)
@@ -189,27 +159,29 @@ class Mlflow(Tracker):
         tags = {"tensorkeep.run": self._folder.record().identity}
         tags |= {"tensorkeep.names": json.dumps(changed)} if changed else {}
         run_id: str = client.create_run(experiment_id, run_name=self._folder.path.name, tags=tags).info.run_id
-        settings = [param(names[name], str(value)) for name, value in values.items()]
-        for begin in range(0, len(settings), _LARGEST_BATCH):
-            client.log_batch(run_id, params=settings[begin : begin + _LARGEST_BATCH])
+        self._send(run_id, params=[param(names[name], str(value)) for name, value in values.items()])
         return run_id
 
+    def _send(self, run_id: str, **values: list[Any]) -> None:
+        for name, each in values.items():
+            for begin in range(0, len(each), _LARGEST_BATCH):
+                self._client.log_batch(run_id, **{name: each[begin : begin + _LARGEST_BATCH]})
+
     def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
-        metric, milliseconds = self._mlflow.entities.Metric, int(time.time() * 1000)
+        metric, milliseconds = self._package.entities.Metric, int(time.time() * 1000)
         self._waiting += [metric(name, float(value), milliseconds, step) for name, value in figures.items()]
         # A run that is killed repeats the steps after its last checkpoint, and no others.
         if kind == "save" or self._now() - self._sent >= _SECONDS_BETWEEN:
-            self._send()
+            self._send_waiting()
 
-    def _send(self) -> None:
-        for begin in range(0, len(self._waiting), _LARGEST_BATCH):
-            self._client.log_batch(self._run_id, metrics=self._waiting[begin : begin + _LARGEST_BATCH])
+    def _send_waiting(self) -> None:
+        self._send(self._run_id, metrics=self._waiting)
         self._waiting.clear()
         self._sent = self._now()
 
     def close(self, *, failed: bool) -> None:
         if self._run_id:
-            self._send()
+            self._send_waiting()
             self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
@@ -224,49 +196,71 @@ def _accepted_names(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def trackers_of(config: LogConfig, folder: RunFolder) -> list[Tracker]:
+    """Return the trackers that the settings ask for; MissingExtraError if the package of one is not installed."""
+    targets = {TensorBoard: config.tensorboard or None, Wandb: config.wandb, Mlflow: config.mlflow}
+    return [kind(folder, str(target)) for kind, target in targets.items() if target is not None]
+
+
+def figures_of(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers among the values of an event, with names such as ``"train/loss"``."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from figures_of(f"{kind}/{name}", value)
+        elif isinstance(value, int | float):
+            yield f"{kind}/{name}", value
+
+
 class TrainingLog:
     """Writes ``log.jsonl``, and passes its figures to trackers. Nothing is opened or written before `begin`."""
 
     def __init__(self, path: Path, trackers: Sequence[Tracker] = ()) -> None:
         self._path = path
         self._trackers = list(trackers)
-        self._begun: list[Tracker] = []
         self._open = ExitStack()
 
     def begin(self, last_step: int) -> None:
         """Open the file, without its lines after the last step; StoreError if the operating system refuses."""
+        with store_errors(self._path, "read the log"):
+            content = self._path.read_bytes() if self._path.exists() else b""
         # The steps after the checkpoint run again; without this, a plot would show them twice.
-        kept = [line for line in _lines(self._path) if line["step"] <= last_step]
+        kept = [f"{json.dumps(line)}\n" for line in lines_of(content) if line["step"] <= last_step]
         # Replaced atomically, so that no crash loses the lines that are kept.
-        replace_file(self._path, "".join(f"{json.dumps(line)}\n" for line in kept).encode())
+        replace_file(self._path, "".join(kept).encode())
         with store_errors(self._path, "write the log"):
             # Line-buffered: other processes, and whoever reads it after a crash, find every line.
             self._file = self._open.enter_context(self._path.open("a", buffering=1))
             for tracker in self._trackers:
-                tracker.begin(last_step)
-                self._begun.append(tracker)
+                try:
+                    tracker.begin(last_step)
+                # The packages raise errors of many kinds. The run can resume: its record was written before.
+                except Exception as error:
+                    if tracker.remedy is None:
+                        raise
+                    raise StoreError(
+                        f"{tracker.name}: the run cannot be logged there: {first_line(error)}",
+                        remedy=f"{tracker.remedy}; then repeat the command with --resume",
+                    ) from error
 
     def write(self, step: int, kind: str, **values: Any) -> None:
         """Write an event of a step; StoreError if the operating system refuses."""
         line = {"step": step, "kind": kind} | {name: _finite(value) for name, value in values.items()}
         with store_errors(self._path, "write the log"):
             self._file.write(json.dumps(line) + "\n")
-            figures = dict(figures_of(kind, values)) if self._begun else {}
-            # A copy of the list: a tracker that fails is removed from it.
-            for tracker in list(self._begun) if figures else ():
-                with self._left_out_if_it_fails(tracker):
-                    tracker.write(step, kind, figures)
+            if self._trackers and (figures := dict(figures_of(kind, values))):
+                self._for_each_tracker(lambda tracker: tracker.write(step, kind, figures))
 
-    @contextmanager
-    def _left_out_if_it_fails(self, tracker: Tracker) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            # A tracker on this disk fails for the reasons that the log would fail for.
-            if not tracker.is_remote:
-                raise
-            self._begun.remove(tracker)
-            logger.warning("%s is off from now on: %s; log.jsonl has all figures", tracker.name, first_line(error))
+    def _for_each_tracker(self, call: Callable[[Tracker], object]) -> None:
+        # A copy of the list: a tracker that fails is removed from it.
+        for tracker in list(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:
+                # A tracker on this disk fails for the reasons that the log would fail for.
+                if tracker.remedy is None:
+                    raise
+                self._trackers.remove(tracker)
+                logger.warning("%s is off from now on: %s; log.jsonl has all figures", tracker.name, first_line(error))
 
     def __enter__(self) -> Self:
         return self
@@ -274,20 +268,12 @@ class TrainingLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
             with store_errors(self._path, "write the log"), self._open:
-                for tracker in list(self._begun):
-                    with self._left_out_if_it_fails(tracker):
-                        tracker.close(failed=error is not None)
+                self._for_each_tracker(lambda tracker: tracker.close(failed=error is not None))
         except StoreError as failure:
             # The error that ended the block is more important.
             if error is None:
                 raise
             error.add_note(str(failure))
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with store_errors(path, "read the log"):
-        content = path.read_bytes() if path.exists() else b""
-    return lines_of(content)
 
 
 def _finite(value: Any) -> Any:

@@ -89,7 +89,9 @@ def _layer_norms(run: OpenRun) -> dict[str, float]:
     squares: dict[str, list[Tensor]] = defaultdict(list)
     for name, parameter in run.model.named_parameters():
         if parameter.grad is not None:
-            squares[layer_of(name)].append(_square(parameter.grad))
+            square: Any = parameter.grad.float().square().sum()
+            # Each rank has summed its own shard: this adds the sums.
+            squares[layer_of(name)].append(square.full_tensor() if isinstance(square, DTensor) else square)
     norms = {layer: torch.stack(found).sum().sqrt() for layer, found in squares.items()}
     # Read at once: the host waits for the device one time.
     values = torch.stack(list(norms.values())).tolist() if norms else []
@@ -97,12 +99,6 @@ def _layer_norms(run: OpenRun) -> dict[str, float]:
     # A pipeline stage has the gradients of its own layers only.
     # In reverse, so that the lowest rank decides if several have a layer.
     return {layer: value for each in reversed(run.world.all_gather(own)) for layer, value in each.items()}
-
-
-def _square(gradient: Any) -> Tensor:
-    square = gradient.float().square().sum()
-    # Each rank has summed its own shard: this adds the sums.
-    return square.full_tensor() if isinstance(square, DTensor) else square
 
 
 def layer_of(name: str) -> str:
@@ -121,13 +117,10 @@ def _scaled(norms: dict[str, float], total: Tensor) -> dict[str, float]:
     # The gradients are clipped already: the factor restores the norm before clipping.
     clipped = sum(each**2 for each in norms.values()) ** 0.5
     factor = total.item() / clipped if clipped else 1.0
-    return {layer: each * factor for layer, each in sorted(norms.items(), key=_position)}
-
-
-def _position(item: tuple[str, float]) -> tuple[bool, str, int]:
-    name, _, number = item[0].partition(".")
+    blocks = {name for name in norms if name.startswith("blocks.")}
     # Blocks come by number, after the others.
-    return (bool(number), name, int(number or 0))
+    order = [*sorted(norms.keys() - blocks), *sorted(blocks, key=lambda name: int(name.removeprefix("blocks.")))]
+    return {layer: norms[layer] * factor for layer in order}
 
 
 @contextmanager
@@ -135,7 +128,6 @@ def profiled(run: OpenRun, steps: int, written: Callable[[Path, int], None]) -> 
     """Profile some steps, from the fourth in this process on; yields a function to call after each step. 0 for none.
 
     Each rank writes a Chrome trace below ``profile/``, and calls ``written`` with its path and the number of steps.
-    Raises StoreError if the file cannot be written.
     """
     if not steps:
         yield lambda: None

@@ -7,10 +7,15 @@ import msgspec
 
 from chatgot.config.config import Config, flat
 from chatgot.data.dataset import Dataset
+from chatgot.model.config import ModelConfig
 from chatgot.optim.schedules import SCHEDULES, learning_rate_factor
 from chatgot.run.folder import Changes, RunFolder, Segment
 from chatgot.run.weights import InitialWeights
 from chatgot.techniques.stack import Stack
+
+_DEFAULTS = flat(
+    Config(recipe="", model=ModelConfig(vocab_size=1, context_length=1, n_layers=1, n_heads=1, d_model=2)).as_dict()
+)
 
 
 def ineffective_settings(config: Config) -> list[str]:
@@ -56,51 +61,33 @@ def _evaluations(config: Config) -> Iterator[str]:
 
 
 def _without(config: Config) -> Iterator[str]:
-    sample, steps = config.sample, config.loop.steps
-    # By setting: whether what it needs is there, and the reason if not.
-    needs: dict[tuple[str, ...], tuple[bool, str]] = {
-        **{names: _in_schedule(config, names) for names in (("decay",), ("patience", "factor"), ("final",))},
-        ("eval.tokens",): (config.eval.batches is None, f"eval.batches is {config.eval.batches}, which decides"),
-        **{
-            (f"{name}.every",): (getattr(config, name).every <= steps, f"the run has {steps:,} steps")
-            for name in ("checkpoint", "eval", "log", "sample")
-        },
-        ("sample.top_k",): (sample.temperature > 0, "sample.temperature is 0: the likeliest token is taken"),
-        tuple(f"sample.{name}" for name in ("prompt", "tokens", "temperature", "top_k")): (
-            0 < sample.every <= steps,
-            f"sample.every is {sample.every:,}: no sample is generated",
-        ),
-        ("checkpoint.keep_best",): (
-            config.eval.every > 0 or not config.checkpoint.keep_best,
-            "eval.every is 0: no step is known to be the best before the last one",
-        ),
-        tuple(f"optim.muon_{name}" for name in ("lr", "momentum", "steps", "polynomials", "beta2", "split")): (
-            config.optim.name == "muon",
-            f"optim.name is {config.optim.name!r}, not 'muon'",
-        ),
-        ("model.rope_base",): (config.model.positions == "rotary", "model.positions is 'learned'"),
-    }
-    values, defaults = flat(config.as_dict()), _defaults(config)
-    for names, (met, reason) in needs.items():
-        names = tuple(name if "." in name else f"schedule.{name}" for name in names)
-        changed = [name for name in names if values[name] != defaults[name]]
+    sample, steps, schedule, optimizer = config.sample, config.loop.steps, config.schedule.name, config.optim.name
+    # A section, some of its settings, whether what they need is there, and the reason if not.
+    needs: list[tuple[str, str, bool, str]] = []
+    for names in ("decay", "patience factor", "final"):
+        users = [name for name, each in SCHEDULES.items() if names.split()[0] in each.uses]
+        reason = f"schedule.name is {schedule!r}, not {' or '.join(map(repr, users))}"
+        needs.append(("schedule", names, schedule in users, reason))
+    batches = f"eval.batches is {config.eval.batches}, which decides"
+    needs.append(("eval", "tokens", config.eval.batches is None, batches))
+    for section in ("checkpoint", "eval", "log", "sample"):
+        needs.append((section, "every", getattr(config, section).every <= steps, f"the run has {steps:,} steps"))
+    unused = f"sample.every is {sample.every:,}: no sample is generated"
+    unknown = "eval.every is 0: no step is known to be the best before the last one"
+    muon = f"optim.name is {optimizer!r}, not 'muon'"
+    needs += [
+        ("sample", "top_k", sample.temperature > 0, "sample.temperature is 0: the likeliest token is taken"),
+        ("sample", "prompt tokens temperature top_k", 0 < sample.every <= steps, unused),
+        ("checkpoint", "keep_best", config.eval.every > 0 or not config.checkpoint.keep_best, unknown),
+        ("optim", "muon_lr muon_momentum muon_steps muon_polynomials muon_beta2 muon_split", optimizer == "muon", muon),
+        ("model", "rope_base", config.model.positions == "rotary", "model.positions is 'learned'"),
+    ]
+    values = flat(config.as_dict())
+    for section, names, met, reason in needs:
+        settings = [f"{section}.{name}" for name in names.split()]
+        changed = [name for name in settings if values[name] != _DEFAULTS[name]]
         if changed and not met:
             yield f"{' and '.join(changed)} {'have' if changed[1:] else 'has'} no effect: {reason}"
-
-
-def _in_schedule(config: Config, settings: tuple[str, ...]) -> tuple[bool, str]:
-    users = [name for name, schedule in SCHEDULES.items() if settings[0] in schedule.uses]
-    name = config.schedule.name
-    return name in users, f"schedule.name is {name!r}, not {' or '.join(map(repr, users))}"
-
-
-def _defaults(config: Config) -> dict[str, object]:
-    return {
-        f"{section.name}.{field.name}": field.default
-        for section in msgspec.structs.fields(config)
-        if isinstance(getattr(config, section.name), msgspec.Struct)
-        for field in msgspec.structs.fields(getattr(config, section.name))
-    }
 
 
 def on_initial_weights(initial: InitialWeights, config: Config, dataset: Dataset) -> Iterator[str]:

@@ -10,15 +10,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
 from chatgot.config.config import TECHNIQUES, Config, differences
 from chatgot.data.dataset import Dataset
-from chatgot.model.config import ModelConfig
 from chatgot.optim.schedules import Plateau, RangeTest
 from chatgot.run import notes
-from chatgot.run.folder import BranchOrigin, Changes, InitialRecord, RunFolder, RunRecord, Segment, now
+from chatgot.run.folder import BranchOrigin, Changes, RunFolder, RunRecord, Segment, now
 from chatgot.run.state import OpenRun
 from chatgot.run.weights import InitialWeights
 from chatgot.step.device import numerics_environment
@@ -62,6 +58,15 @@ _OF_A_SEGMENT = (
 # Prefixes of the settings that a branch may change, too. Its data must have the tokenizer of the run.
 _OF_A_BRANCH = ("data.", "loop.seed")
 
+_VOCABULARY = " (the model has the vocabulary of its tokenizer)"
+# Why settings must not change, by their prefix.
+_REASONS = {
+    "ema.decay": " (the average of the weights begins with the run)",
+    "model.": " (the weights of the run have the shape of its model)",
+    "data.tokenizer": _VOCABULARY,
+    "data.vocab_size": _VOCABULARY,
+}
+
 
 def current_config(record: RunRecord) -> Config:
     """Return the configuration of a run's last segment with the changes of its last resume that are kept."""
@@ -86,8 +91,9 @@ def segment_settings(before: Config, config: Config, folder: RunFolder, *, branc
             )
     found = {name: values for name, values in changes.items() if _begins_segment(name, before)}
     free = (*_KEPT, *_OF_ONE_RESUME, *(_OF_A_BRANCH if branch else ()))
+    reasons = {name: next((why for prefix, why in _REASONS.items() if name.startswith(prefix)), "") for name in changes}
     refused = [
-        f"{name}: {values[0]!r} then, {values[1]!r} now{_reason(name)}"
+        f"{name}: {values[0]!r} then, {values[1]!r} now{reasons[name]}"
         for name, values in changes.items()
         if (name not in found and not name.startswith(free)) or (name == "ema.decay" and 0 in values)
     ]
@@ -109,22 +115,8 @@ def _begins_segment(name: str, before: Config) -> bool:
     return name.startswith(_OF_A_SEGMENT) or (name in evaluations and before.schedule.name == "plateau")
 
 
-def _reason(name: str) -> str:
-    if name == "ema.decay":
-        return " (the average of the weights begins with the run)"
-    if name.startswith("model."):
-        return " (the weights of the run have the shape of its model)"
-    if name in ("data.tokenizer", "data.vocab_size"):
-        return " (the model has the vocabulary of its tokenizer)"
-    return ""
-
-
 def segments_after(record: RunRecord, config: Config, step: int, folder: RunFolder) -> list[Segment]:
-    """Return the segments of a run that resumes after a step; the last one is new if settings have changed.
-
-    Raises UsageError if the segment has no steps; CorruptCheckpointError if the checkpoint before the last segment is
-    damaged.
-    """
+    """Return the segments of a run that resumes after a step; the last one is new if settings have changed."""
     if record.segments and step < (began := record.segments[-1].step):
         raise CorruptCheckpointError(
             f"the last segment of the run began after step {began}, and the last undamaged checkpoint is of step "
@@ -139,16 +131,12 @@ def segments_after(record: RunRecord, config: Config, step: int, folder: RunFold
     kept = [segment for segment in record.segments if segment.step < step]
     before = kept[-1].config if kept else record.config
     # The device and the threads belong to one resume, and not to the segment.
-    after = config.changed(_of_one_resume(before))
+    parallel = {f"{TECHNIQUES}{name}": before.techniques.get(name, "off") for name in PARALLEL_TECHNIQUES}
+    kept_settings = {name: before.setting(name) for name in _OF_ONE_RESUME if not name.startswith(TECHNIQUES)}
+    after = config.changed(kept_settings | parallel)
     settings = segment_settings(before, after, folder)
     check_steps(config, step, folder)
     return [*kept, Segment(step=step, time=now(), settings=settings, config=after)] if settings else kept
-
-
-def _of_one_resume(config: Config) -> dict[str, object]:
-    """Return the settings of a configuration that depend on where a run is resumed."""
-    techniques = {f"{TECHNIQUES}{name}": config.techniques.get(name, "off") for name in PARALLEL_TECHNIQUES}
-    return {name: config.setting(name) for name in _OF_ONE_RESUME if not name.startswith(TECHNIQUES)} | techniques
 
 
 def check_steps(config: Config, step: int, folder: RunFolder) -> None:
@@ -188,9 +176,6 @@ class BranchPoint:
     def record(self) -> RunRecord:
         return self.folder.record()
 
-    def manager(self, group: ProcessGroup | None) -> CheckpointManager:
-        return CheckpointManager(self.folder.checkpoints, group=group)
-
     def check_data(self, dataset: Dataset) -> None:
         """Raise UsageError if a dataset has another tokenizer than the run."""
         if dataset.tokenizer.digest != self.folder.tokenizer().digest:
@@ -214,25 +199,27 @@ def branch_point(address: PathLike) -> BranchPoint:
 
 
 class NewRun:
-    """How a run with random weights begins; ``before`` is the configuration that trained its weights, if any."""
+    """How a run with random or given weights begins; ``before`` is the configuration of the run that it branches from.
+
+    Given weights are saved as step 0, so that a resume does not need their source.
+    """
 
     before: Config | None = None
-    is_resumed = False
     first_step = 0
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, initial: InitialWeights | None = None) -> None:
         self.folder = folder
+        self.initial = initial
 
     def check(self, config: Config, dataset: Dataset) -> None:
         """Raise UsageError if a configuration or data does not fit."""
+        if self.initial is not None:
+            self.initial.check(config.model)
+            self.initial.check_data(dataset)
         check_steps(config, self.first_step, self.folder)
 
-    def initial_values(self, model: ModelConfig) -> dict[str, Tensor] | None:
-        """Return the initial values of the parameters by name; None for random ones."""
-        return None
-
     def check_store(self, run: OpenRun) -> None:
-        """Raise DestinationExistsError if the object store of a new run has the steps of another one."""
+        """Raise DestinationExistsError if the object store of the run has the steps of another one."""
         store = run.config.checkpoint.store
         last = None if store is None or run.folder.unfinished_start() is not None else run.manager.latest()
         if last is not None:
@@ -251,15 +238,18 @@ class NewRun:
         self._begin(run, config)
 
     def _begin(self, run: OpenRun, config: Config) -> None:
-        if run.world.is_main:
+        if self.initial is not None:
+            # A kill before the record leaves a checkpoint and no run: the next start replaces it.
+            self._save_first(run)
+            run.notes += tuple(notes.on_initial_weights(self.initial, config, run.dataset))
+        elif run.world.is_main:
             # Another process may also have started a run here since the first check.
             run.folder.check_new()
         self._write_record(run, config)
 
-    def _write_record(
-        self, run: OpenRun, config: Config, origin: BranchOrigin | None = None, initial: InitialRecord | None = None
-    ) -> None:
+    def _write_record(self, run: OpenRun, config: Config, origin: BranchOrigin | None = None) -> None:
         if run.world.is_main:
+            initial = None if self.initial is None else self.initial.record
             run.folder.start(config, run.dataset, _environment(run), origin, initial)
             run.log.begin(run.progress.step)
         # No rank trains before the run has its record.
@@ -274,28 +264,6 @@ class NewRun:
         if run.world.is_main:
             run.folder.begin_start(self.first_step)
         run.manager.save(self.first_step, run.state(), metrics).wait()
-
-
-class RunFromWeights(NewRun):
-    """How a run with given weights begins. It saves them as step 0, so that a resume does not need their source."""
-
-    def __init__(self, folder: RunFolder, initial: InitialWeights) -> None:
-        super().__init__(folder)
-        self.initial = initial
-
-    def check(self, config: Config, dataset: Dataset) -> None:
-        self.initial.check(config.model)
-        self.initial.check_data(dataset)
-        super().check(config, dataset)
-
-    def initial_values(self, model: ModelConfig) -> dict[str, Tensor]:
-        return self.initial.values(model)
-
-    def _begin(self, run: OpenRun, config: Config) -> None:
-        # A kill before the record leaves a checkpoint and no run: the next start replaces it.
-        self._save_first(run)
-        self._write_record(run, config, initial=self.initial.record)
-        run.notes += tuple(notes.on_initial_weights(self.initial, config, run.dataset))
 
 
 class BranchedRun(NewRun):
@@ -316,7 +284,7 @@ class BranchedRun(NewRun):
         settings = segment_settings(point.config, config, point.folder, branch=True)
         # Taken before restoring, which replaces the settings of the optimizers by the stored ones.
         fresh = _group_settings(run)
-        manager = point.manager(run.world.group)
+        manager = CheckpointManager(point.folder.checkpoints, group=run.world.group)
         _restore(run, lambda into: manager.restore(step=point.step, into=into), changed=True)
         _adapt(run, settings, fresh)
         same_data = point.record.data.fingerprint == run.dataset.fingerprint
@@ -328,12 +296,11 @@ class BranchedRun(NewRun):
             run.plateau.forget_losses()
         self._save_first(run, point.metrics if same_data else {})
         changes = differences(point.config, config)
-        origin = BranchOrigin(
-            run=str(point.folder.path), step=point.step, started=point.record.started, settings=changes
-        )
+        path = str(point.folder.path)
+        origin = BranchOrigin(run=path, step=point.step, started=point.record.started, settings=changes)
         self._write_record(run, config, origin)
         run.notes += (
-            f"branches from {point.folder.path} after step {point.step}: {notes.describe(changes) or 'no changes'}; "
+            f"branches from {path} after step {point.step}: {notes.describe(changes) or 'no changes'}; "
             f"{notes.on_rates(point.config, config, point.step, run.plateau.factor)}",
         )
         if same_data:
@@ -343,8 +310,6 @@ class BranchedRun(NewRun):
 class ResumedRun:
     """How a run resumes: it restores its last undamaged checkpoint, and begins a segment if settings have changed."""
 
-    is_resumed = True
-
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.record = folder.record()
@@ -353,12 +318,6 @@ class ResumedRun:
     def check(self, config: Config, dataset: Dataset) -> None:
         """Raise UsageError if a setting has changed that must not change."""
         segment_settings(self.before, config, self.folder)
-
-    def initial_values(self, model: ModelConfig) -> None:
-        """Return None: the checkpoint has the weights."""
-
-    def check_store(self, run: OpenRun) -> None:
-        """Do nothing: the steps in the object store are the steps of this run."""
 
     def begin(self, run: OpenRun, config: Config) -> None:
         # The settings of the optimizers before restoring, which replaces them by the stored ones.

@@ -21,17 +21,11 @@ from chatgot.run.folder import METRIC, RunFolder
 from chatgot.run.log import TrainingLog, trackers_of
 from chatgot.run.monitor import observe_gradient_norms
 from chatgot.run.notes import ineffective_settings
-from chatgot.run.resume import BranchedRun, BranchPoint, NewRun, ResumedRun, RunFromWeights
+from chatgot.run.resume import BranchedRun, BranchPoint, NewRun, ResumedRun
 from chatgot.run.state import OpenRun, Speedometer, seed_random_states
 from chatgot.run.weights import InitialWeights, mask_documents
 from chatgot.step.cpu import SpinControl, keep_freed_memory
-from chatgot.step.device import (
-    chosen_device,
-    data_sheet_peak,
-    device_name,
-    measured_peak,
-    memory_errors_reported,
-)
+from chatgot.step.device import chosen_device, data_sheet_peak, device_name, measured_peak, memory_errors_reported
 from chatgot.step.state import can_check_later, check_finite, default_operations
 from chatgot.step.world import World, can_join, join, launched_ranks
 from chatgot.techniques.base import Machine
@@ -109,9 +103,9 @@ def open_run(
         if resumed is not None:
             # First: with other data, other messages would be misleading.
             folder.check_data(dataset)
-        start = resumed or _new_run(folder, branch, initial)
+        start = resumed or (NewRun(folder, initial) if branch is None else BranchedRun(folder, branch))
         # The model needs the vocabulary of the data, so the configuration is complete only now.
-        described = with_data(config, folder, dataset, resume=start.is_resumed, origin=start.before)
+        described = with_data(config, folder, dataset, resume=resumed is not None, origin=start.before)
         techniques, final = _configured(described, world)
         start.check(final, dataset)
         # A technique may have changed the optimizer since `check_settings`.
@@ -126,9 +120,11 @@ def open_run(
         if sized is not final:
             techniques, final = _configured(sized, world)
         stack.enter_context(techniques.process())
-        run = _build(final, techniques, parts, start.initial_values(final.model))
+        weights = start.initial if isinstance(start, NewRun) else None
+        run = _build(final, techniques, parts, None if weights is None else weights.values(final.model))
         stack.enter_context(manager)
-        start.check_store(run)
+        if isinstance(start, NewRun):
+            start.check_store(run)
         stack.enter_context(log)
         if device.type == "cpu":
             stack.enter_context(SpinControl())
@@ -140,12 +136,6 @@ def open_run(
         notes = (off, filling, run.batches.note, run.validation.note, *ineffective_settings(final))
         run.notes += tuple(note for note in notes if note is not None)
         yield run
-
-
-def _new_run(folder: RunFolder, branch: BranchPoint | None, initial: InitialWeights | None) -> NewRun:
-    if branch is not None:
-        return BranchedRun(folder, branch)
-    return NewRun(folder) if initial is None else RunFromWeights(folder, initial)
 
 
 @contextmanager
@@ -168,10 +158,7 @@ def joined(config: Config) -> Iterator[World]:
 def check_settings(
     config: Config, folder: RunFolder, group: ProcessGroup | None = None
 ) -> tuple[torch.device, CheckpointManager, TrainingLog]:
-    """Refuse settings that would end the run later, as far as known without data; see `open_run` for the errors.
-
-    Neither the manager nor the log that it returns has opened a file.
-    """
+    """Refuse settings that would end the run later, as far as known without data; no file is opened."""
     device = chosen_device(config.loop.device)
     Stack.of(config.techniques).check(Machine(device))
     check_optimizers(config.optim, device)
@@ -258,9 +245,8 @@ def _build(config: Config, techniques: Stack, parts: _Parts, values: Mapping[str
     with memory_errors_reported(config.model):
         # The weights depend on the seed only, and not on what else draws random numbers.
         generator = torch.Generator().manual_seed(config.loop.seed)
-        model = GPT(
-            config.model, generator=generator, device=torch.device("meta") if sharded else device, values=values
-        )
+        place = torch.device("meta") if sharded else device
+        model = GPT(config.model, generator=generator, device=place, values=values)
     mask_documents(model, config, dataset.tokenizer)
     optimizers = build_optimizers(model, config.optim)
     run = OpenRun(

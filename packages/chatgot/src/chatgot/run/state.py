@@ -40,11 +40,8 @@ class ActivityTimer:
 
 
 class Speedometer:
-    """Counts the tokens of training, their floating-point operations and the seconds they took.
-
-    MFU (model FLOP utilisation; Chowdhery et al., arXiv 2204.02311) is the FLOP/s of the model as a fraction of
-    ``peak``, the fastest rate that the machine reaches.
-    """
+    # MFU (model FLOP utilisation; Chowdhery et al., arXiv 2204.02311) is the FLOP/s of the model as a fraction of
+    # `peak`, the fastest rate that the machine reaches.
 
     def __init__(self, peak: float, data_sheet: float | None = None) -> None:
         self.peak = peak
@@ -146,7 +143,11 @@ class OpenRun(StepState):
     def diverged(self, step: UncheckedStep, figures: str, *, skipped: int = 0) -> DivergedError:
         """Return the error that stops the run; its remedy names the checkpoint to resume from."""
         # A save that is not finished may be the one to resume from.
-        unsaved = self._wait_for_saves()
+        unsaved: TensorkeepError | None = None
+        try:
+            self.manager.wait()
+        except TensorkeepError as error:
+            unsaved = error
         if skipped:
             steps = [each.number for each in self.manager.steps()]
             first = step.number - skipped + 1
@@ -160,18 +161,10 @@ class OpenRun(StepState):
             last = self.manager.latest()
             begin = f"resume from step {last.number}" if last else "start again from the beginning"
             remedy = f"{begin} with --resume --loop.on_divergence skip, or start a new run with a lower learning rate"
-        error = DivergedError(f"step {step.number}: {message}", path=self.folder.path, remedy=remedy)
+        diverged = DivergedError(f"step {step.number}: {message}", path=self.folder.path, remedy=remedy)
         if unsaved is not None:
-            error.add_note(f"a checkpoint was not saved: {unsaved}")
-        return error
-
-    def _wait_for_saves(self) -> TensorkeepError | None:
-        """Wait for checkpoints that are being saved; return the error of a failed save."""
-        try:
-            self.manager.wait()
-        except TensorkeepError as error:
-            return error
-        return None
+            diverged.add_note(f"a checkpoint was not saved: {unsaved}")
+        return diverged
 
 
 def _relation(steps: list[int], first_skipped: int) -> str:

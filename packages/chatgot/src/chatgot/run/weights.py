@@ -40,8 +40,7 @@ Which = Literal["last", "best"]
 
 
 class TrainedModel(NamedTuple):
-    """A trained model in evaluation mode, the tokenizer of its data, the step of its checkpoint, and its run."""
-
+    # In evaluation mode.
     model: GPT
     tokenizer: Tokenizer
     step: Step
@@ -51,27 +50,14 @@ class TrainedModel(NamedTuple):
 def load_trained_at(address: PathLike, *, which: Which = "last", device: str = "auto") -> TrainedModel:
     """Return the model of a run at the address of its folder, its ``checkpoints/``, or one step such as ``run@1200``.
 
-    Raises UsageError if both a step and ``which="best"`` are given; NotACheckpointError if there is no run or no such
-    step; CorruptCheckpointError if the checkpoint is damaged.
+    It has the averaged weights, if the run averages them. ``"best"`` is by the validation loss.
     """
     folder, wanted = RunFolder.at(address)
-    if wanted is None:
-        return load_trained(folder, which=which, device=device)
-    if which != "last":
-        raise UsageError(f"both a step and {which!r} are given", path=address, remedy=f"leave out --which {which}")
-    number = find_checkpoint(f"{folder.checkpoints}@{wanted}").step
-    return load_trained(folder, which=which, device=device, step=backend_of(folder.checkpoints).read(number or 0))
-
-
-def load_trained(
-    folder: RunFolder, *, which: Which = "last", device: str = "auto", step: Step | None = None
-) -> TrainedModel:
-    """Return the model of a run, with its averaged weights if the run averages them; ``"best"`` is by the validation
-    loss.
-
-    Raises NotACheckpointError if there is no run, or no checkpoint; CorruptCheckpointError if the checkpoint is
-    damaged.
-    """
+    step = None
+    if wanted is not None:
+        if which != "last":
+            raise UsageError(f"both a step and {which!r} are given", path=address, remedy=f"leave out --which {which}")
+        step = backend_of(folder.checkpoints).read(find_checkpoint(f"{folder.checkpoints}@{wanted}").step or 0)
     config = folder.record().config
     tokenizer = folder.tokenizer()
     if step is None:
@@ -200,19 +186,17 @@ class InitialWeights:
             remedy = f"save the tokenizer of the model beside its weights (tokenizer.save_pretrained), then {prepare}"
         different = None if known is None else first_difference(used, known)
         if _text_tokens(used) > self.config.vocab_size and (known is None or different is not None):
-            raise UsageError(
+            problem = (
                 f"the data has a vocabulary of {_text_tokens(used):,} tokens, and the initial weights one of "
-                f"{self.config.vocab_size:,}",
-                path=dataset.path,
-                remedy=remedy,
+                f"{self.config.vocab_size:,}"
             )
+            raise UsageError(problem, path=dataset.path, remedy=remedy)
         if different is not None:
-            raise UsageError(
+            problem = (
                 f"token {different} of the data is another one than token {different} of the initial weights: the data "
-                f"was prepared with {used.name}",
-                path=dataset.path,
-                remedy=remedy,
+                f"was prepared with {used.name}"
             )
+            raise UsageError(problem, path=dataset.path, remedy=remedy)
         untrained = set(range(rows, _text_tokens(used))) - used.reserved
         if untrained:
             raise UsageError(
@@ -243,11 +227,7 @@ class InitialWeights:
 
 
 def read_initial(address: PathLike) -> InitialWeights:
-    """Return the weights of a run (``run``, ``run@1200``, ``run@best``) or of a Hugging Face folder.
-
-    Raises NotACheckpointError if neither is there, UnsupportedError if the model is of another kind, and the errors of
-    reading checkpoints.
-    """
+    """Return the weights of a run (``run``, ``run@1200``, ``run@best``) or of a Hugging Face folder."""
     place, step = split_address(address)
     folder = Path(os.path.abspath(place))
     if RunFolder(folder).exists():

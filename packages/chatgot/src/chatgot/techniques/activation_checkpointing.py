@@ -26,18 +26,12 @@ _KEPT = [
 
 
 class CheckpointingSettings(Section, frozen=True):
-    """How much is recomputed.
+    """How much is recomputed."""
 
-    Attributes
-    ----------
-    keep : str
-        ``"nothing"``: only the input of a block is kept. ``"matmuls"``: the results of matmuls and attention are kept
-        too, so that only cheap operations are recomputed.
-    every : int
-        1 for each block, 2 for every second one, and so on.
-    """
-
+    # "nothing": only the input of a block is kept. "matmuls": the results of matmuls and attention are kept too, so
+    # that only cheap operations are recomputed.
     keep: Literal["nothing", "matmuls"] = "nothing"
+    # 1 for each block, 2 for every second one, and so on.
     every: Count = 1
 
 
@@ -51,7 +45,6 @@ class ActivationCheckpointing(Technique):
     effect: ClassVar = "activations take a fraction of the memory, steps 20 to 30% more time"
     reference: ClassVar = "arXiv 1604.06174; torch.utils.checkpoint"
     predicts_memory: ClassVar = True
-    Settings: ClassVar = CheckpointingSettings
     settings: CheckpointingSettings
 
     def apply(self, run: StepState) -> None:

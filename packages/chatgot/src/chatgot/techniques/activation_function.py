@@ -31,15 +31,10 @@ _FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class ActivationSettings(Section, frozen=True):
-    """The activation of the MLPs.
+    """The activation of the MLPs."""
 
-    Attributes
-    ----------
-    activation : str
-        ``"gelu"``; ``"relu2"``, the square of ReLU (So et al., arXiv 2109.08668); ``"swiglu"`` or ``"geglu"``, which
-        multiply two projections of the input.
-    """
-
+    # "gelu"; "relu2", the square of ReLU (So et al., arXiv 2109.08668); "swiglu" or "geglu", which multiply two
+    # projections of the input.
     activation: Literal["gelu", "relu2", "swiglu", "geglu"] = "swiglu"
 
 
@@ -53,7 +48,6 @@ class ActivationFunction(Technique):
     effect: ClassVar = "often a slightly lower loss with ReLU^2 or a gated activation, at equal parameters and time"
     reference: ClassVar = "arXiv 2002.05202, arXiv 2109.08668"
     predicts_memory: ClassVar = True
-    Settings: ClassVar = ActivationSettings
     conflicts: ClassVar = {"pipeline-parallel": "its activity check needs every block, but each process has only some"}
     settings: ActivationSettings
 

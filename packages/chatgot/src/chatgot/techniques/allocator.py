@@ -18,20 +18,13 @@ _MIB = 2**20
 
 
 class AllocatorSettings(Section, frozen=True):
-    """The allocator settings that the environment must have.
+    """The allocator settings that the environment must have."""
 
-    Attributes
-    ----------
-    expandable_segments : bool
-        Map memory at the end of existing segments instead of allocating segments of fixed size, which leaves gaps.
-    max_split_size_mb : int, optional
-        Blocks above this size, in MiB, are not split; more than 20.
-    garbage_collection_threshold : float, optional
-        The fraction of the memory above which unused blocks are returned to the driver.
-    """
-
+    # Map memory at the end of existing segments instead of allocating segments of fixed size, which leaves gaps.
     expandable_segments: bool = True
+    # Blocks above this size, in MiB, are not split; more than 20.
     max_split_size_mb: Annotated[int, Meta(ge=21)] | None = None
+    # The fraction of the memory above which unused blocks are returned to the driver.
     garbage_collection_threshold: Fraction | None = None
 
 
@@ -42,7 +35,6 @@ class Allocator(Technique):
     summary: ClassVar = "verifies the settings of the CUDA allocator, above all expandable segments"
     effect: ClassVar = "less fragmentation when tensor sizes vary; no difference in speed"
     reference: ClassVar = "docs.pytorch.org/docs/stable/notes/cuda.html, PYTORCH_ALLOC_CONF"
-    Settings: ClassVar = AllocatorSettings
     settings: AllocatorSettings
 
     def missing(self, machine: Machine) -> str | None:

@@ -17,16 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from chatgot.model.attention import AttentionFunction, attend_within
 from chatgot.step.device import chosen_device
-from chatgot.techniques.base import (
-    Config,
-    Machine,
-    MemoryEffects,
-    Proof,
-    Section,
-    StepState,
-    Technique,
-    Verification,
-)
+from chatgot.techniques.base import Config, Machine, MemoryEffects, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import observe_inputs
 from tensorkeep.errors import UsageError
 
@@ -74,22 +65,17 @@ _Kernel = Literal["auto", "math", "matmul", "efficient", "flash", "fa3", "cudnn"
 
 
 class AttentionKernelSettings(Section, frozen=True):
-    """The kernel.
+    """The kernel."""
 
-    Attributes
-    ----------
-    kernel : str
-        ``"flash"``: FlashAttention-2, which never stores the scores (on CUDA from compute capability 8.0; on a CPU
-        without dropout); ``"fa3"``: FlashAttention-3 of the package ``flash-attn-3``, on Hopper only (compute
-        capability 9.0), without dropout; ``"efficient"``: xFormers' kernel, CUDA only; ``"cudnn"``: like flash, CUDA
-        only; ``"flex"``: FlexAttention, compiled, CUDA only, without dropout; ``"math"``: matmuls and a softmax, the
-        reference; ``"matmul"``: math with a gradient of its own and 32-bit scores, without dropout, which takes about
-        half the time of flash in bfloat16 on a CPU for contexts up to a few hundred tokens; ``"auto"``: on CUDA with
-        16-bit attention, fa3 if it is installed, else cudnn from Hopper on, else flash, and efficient in other cases;
-        on a CPU, flash; and math where no other kernel can compute. The choice is stored with the run. On CUDA, flash,
-        fa3 and cudnn compute in 16 bits only: without mixed-precision, in bfloat16 between float32 layers.
-    """
-
+    # "flash": FlashAttention-2, which never stores the scores (on CUDA from compute capability 8.0; on a CPU without
+    # dropout); "fa3": FlashAttention-3 of the package flash-attn-3, on Hopper only (compute capability 9.0), without
+    # dropout; "efficient": xFormers' kernel, CUDA only; "cudnn": like flash, CUDA only; "flex": FlexAttention,
+    # compiled, CUDA only, without dropout; "math": matmuls and a softmax, the reference; "matmul": math with a gradient
+    # of its own and 32-bit scores, without dropout, which takes about half the time of flash in bfloat16 on a CPU for
+    # contexts up to a few hundred tokens; "auto": on CUDA with 16-bit attention, fa3 if it is installed, else cudnn
+    # from Hopper on, else flash, and efficient in other cases; on a CPU, flash; and math where no other kernel can
+    # compute. The choice is stored with the run. On CUDA, flash, fa3 and cudnn compute in 16 bits only: without
+    # mixed-precision, in bfloat16 between float32 layers.
     kernel: _Kernel = "flash"
 
 
@@ -106,7 +92,6 @@ class AttentionKernel(Technique):
         "flash: memory linear in the context and several times the speed of math; torch often chooses it already"
     )
     reference: ClassVar = "Dao, arXiv 2307.08691; torch.nn.attention"
-    Settings: ClassVar = AttentionKernelSettings
     settings: AttentionKernelSettings
 
     _dtype: torch.dtype | None = None

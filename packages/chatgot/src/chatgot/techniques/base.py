@@ -20,18 +20,7 @@ from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.ext import Registry, Section
 
 # What the file of a technique needs, in one import.
-__all__ = [
-    "REPORT",
-    "Config",
-    "Machine",
-    "MemoryEffects",
-    "NoSettings",
-    "Proof",
-    "Section",
-    "StepState",
-    "Technique",
-    "Verification",
-]
+__all__ = ["REPORT", "Config", "Machine", "MemoryEffects", "Proof", "Section", "StepState", "Technique", "Verification"]
 
 Kind = Literal["systems", "algorithmic"]
 # What a technique changes. Techniques are applied in this order: each one sees the changes of the earlier ones.
@@ -43,12 +32,7 @@ REPORT = "report it, with the list of techniques that are on"
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine has.
-
-    Parameters
-    ----------
-    device : torch.device
-        The device of the run.
+    """What this machine has, for a run on a device.
 
     Examples
     --------
@@ -64,7 +48,7 @@ class Machine:
 
     @cached_property
     def capability(self) -> tuple[int, int]:
-        """The compute capability of the CUDA device; (0, 0) without one."""
+        # (0, 0) without a CUDA device.
         return torch.cuda.get_device_capability(self.device) if self.on_cuda else (0, 0)
 
     def missing_cuda(self, *, least: tuple[int, int] = (0, 0)) -> str | None:
@@ -85,10 +69,8 @@ class Machine:
         # Inductor generates C++ for CPUs and Triton code for GPUs.
         if self.on_cuda:
             return self.missing_package("triton", install="triton")
-        compilers = ("g++", "clang++", "c++")
-        if any(shutil.which(each) for each in compilers):
-            return None
-        return f"needs a C++ compiler ({', '.join(compilers)}), and none was found"
+        found = any(shutil.which(each) for each in ("g++", "clang++", "c++"))
+        return None if found else "needs a C++ compiler (g++, clang++, c++), and none was found"
 
 
 class Proof:
@@ -115,39 +97,23 @@ class Proof:
 
 @dataclass
 class MemoryEffects:
-    """What the techniques of a run change of its memory; `chatgot.memory` computes with it.
+    """What the techniques of a run change of its memory; `chatgot.memory` computes with it."""
 
-    Attributes
-    ----------
-    element_bytes : int
-        Bytes of an element of a matmul operand.
-    attention_kernel : str or None
-        The kernel that is set for attention. ``"math"`` and ``"matmul"`` keep the attention scores.
-    checkpoint_every : int or None
-        One of so many blocks is recomputed in the backward pass.
-    keeps_matmuls : bool
-        Whether a recomputed block keeps the results of its matmuls.
-    swaps_activations : bool
-        Whether activations wait in host memory.
-    loss_chunks : int or None
-        In how many chunks logits and loss are computed; None if the logits of a micro-batch exist at once.
-    micro_batches : int
-        Micro-batches of one batch.
-    state_bits : str or None
-        ``"4"``, ``"8"`` or ``"fp8"``, if the states of AdamW are quantised.
-    offloads_states : bool
-        Whether the states of AdamW lie in host memory.
-    fuses_update : bool
-        Whether one kernel updates a parameter, without temporary memory.
-    """
-
+    # Of an element of a matmul operand.
     element_bytes: int = 4
+    # The kernel that is set for attention. "math" and "matmul" keep the attention scores.
     attention_kernel: str | None = None
+    # One of so many blocks is recomputed in the backward pass; whether such a block keeps the results of its matmuls.
     checkpoint_every: int | None = None
     keeps_matmuls: bool = False
+    # Whether activations wait in host memory.
     swaps_activations: bool = False
+    # In how many chunks logits and loss are computed; None if the logits of a micro-batch exist at once.
     loss_chunks: int | None = None
+    # Micro-batches of one batch.
     micro_batches: int = 1
+    # Of AdamW: "4", "8" or "fp8" if its states are quantised; whether they lie in host memory; whether one kernel
+    # updates a parameter, without temporary memory.
     state_bits: str | None = None
     offloads_states: bool = False
     fuses_update: bool = False
@@ -155,10 +121,6 @@ class MemoryEffects:
 
 # The return type of `Technique.verify`: a generator that yields once, for the step to run, and returns the proof.
 Verification = Generator[None, None, Proof | None]
-
-
-class NoSettings(Section, frozen=True):
-    """The settings of a technique that has none."""
 
 
 # A third party adds a technique with one file: a subclass of `Technique`, registered under the entry point group
@@ -171,7 +133,8 @@ class Technique(ABC):
     Parameters
     ----------
     settings : Section
-        An instance of `Settings`.
+        A technique with settings annotates their type: a frozen `Section` with a documented default for each setting,
+        which checks their bounds. The class has this type as `Settings`.
 
     Attributes
     ----------
@@ -189,8 +152,6 @@ class Technique(ABC):
         What to expect: a phrase without a final period.
     reference : str
         The paper or the documentation that the technique follows.
-    Settings : type
-        A frozen `Section` with a documented default for each setting, which checks their bounds.
     conflicts : mapping of str to str
         Names of techniques that cannot be combined with this one, and why. One technique of a pair declares it.
     after : tuple of str
@@ -215,7 +176,7 @@ class Technique(ABC):
     summary: ClassVar[str]
     effect: ClassVar[str]
     reference: ClassVar[str]
-    Settings: ClassVar[type[Section]] = NoSettings
+    Settings: ClassVar[type[Section]] = Section
     conflicts: ClassVar[Mapping[str, str]] = {}
     after: ClassVar[tuple[str, ...]] = ()
     needs_cuda: ClassVar[bool] = False
@@ -224,8 +185,11 @@ class Technique(ABC):
     refuses_conversations: ClassVar[str | None] = None
     refuses_document_masks: ClassVar[str | None] = None
     depends_on_steps: ClassVar[bool] = False
-    # A technique with settings annotates their type: `settings: MySettings`.
     settings: Any
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.Settings = cls.__annotations__.get("settings", cls.Settings)
 
     def __init__(self, settings: Section) -> None:
         self.settings = settings

@@ -22,30 +22,20 @@ _MOST_SHAPES = 64
 
 
 class CompileSettings(Section, frozen=True):
-    """How the loss is compiled.
+    """How the loss is compiled."""
 
-    Attributes
-    ----------
-    mode : str
-        ``"default"``; ``"reduce-overhead"``: with CUDA graphs, on CUDA only, and with one batch a step;
-        ``"max-autotune"``: with kernels chosen by measurement, and without CUDA graphs. Another choice of kernels may
-        change the last bits, so a resume is exact as long as torch's cache keeps the choice
-        (``TORCHINDUCTOR_CACHE_DIR``).
-    dynamic : bool, optional
-        Whether the code is compiled for any shape. By default each shape is compiled by itself: a resumed run computes
-        the same bits, although it has not seen the shapes before.
-    fullgraph : bool
-        True: a graph break is an error. False: graph breaks are counted.
-    backend : str
-        ``"inductor"``; ``"aot_eager"``, for debugging, traces like inductor and compiles nothing.
-    evaluation : bool
-        Whether evaluations are compiled too, when the first one begins.
-    """
-
+    # "default"; "reduce-overhead": with CUDA graphs, on CUDA only, and with one batch a step; "max-autotune": with
+    # kernels chosen by measurement, and without CUDA graphs. Another choice of kernels may change the last bits, so a
+    # resume is exact as long as torch's cache keeps the choice (TORCHINDUCTOR_CACHE_DIR).
     mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    # Whether the code is compiled for any shape. By default each shape is compiled by itself: a resumed run computes
+    # the same bits, although it has not seen the shapes before.
     dynamic: bool | None = None
+    # True: a graph break is an error. False: graph breaks are counted.
     fullgraph: bool = False
+    # "inductor"; "aot_eager", for debugging, traces like inductor and compiles nothing.
     backend: Literal["inductor", "aot_eager"] = "inductor"
+    # Whether evaluations are compiled too, when the first one begins.
     evaluation: bool = True
 
     def __post_init__(self) -> None:
@@ -64,7 +54,6 @@ class Compile(Technique):
     summary: ClassVar = "compiles the loss and its gradient, and the Newton-Schulz steps of Muon, into fused kernels"
     effect: ClassVar = "often 1.2 to 2 times the speed on a GPU, less on a CPU, after a first step of up to minutes"
     reference: ClassVar = "Ansel et al., ASPLOS 2024, doi 10.1145/3620665.3640366; torch.compile"
-    Settings: ClassVar = CompileSettings
     conflicts: ClassVar = {
         "pipeline-parallel": "a stage of the pipeline has no loss that could be compiled as a whole",
     }
@@ -197,14 +186,11 @@ class Compile(Technique):
             raise self.not_active("torch compiled nothing", _SEE_LOG)
         if skips and self.settings.mode == "reduce-overhead":
             raise self.not_active("torch left the CUDA graphs out", _SEE_LOG)
-        return Proof(
+        summary = (
             f"{graphs} graphs were compiled in {self._seconds:.1f} s, with {breaks} graph breaks; {self._recompiled} "
-            "more in the step",
-            graphs=graphs,
-            breaks=breaks,
-            recompiled=self._recompiled,
-            seconds=self._seconds,
+            "more in the step"
         )
+        return Proof(summary, graphs=graphs, breaks=breaks, recompiled=self._recompiled, seconds=self._seconds)
 
 
 @contextmanager

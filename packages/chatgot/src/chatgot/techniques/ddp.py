@@ -1,17 +1,23 @@
 """Distributed data parallel: each process has the full model, and gradients are averaged while they are computed."""
 
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from chatgot.techniques.base import Proof, StepState, Verification
-from chatgot.techniques.distributed import ParallelTechnique, before_each_batch, distribute_muon, shard_batches
-from chatgot.techniques.observe import Loss, few_rows, fingerprint, next_batch, observe_operation
+from chatgot.techniques.distributed import (
+    FunctionModule,
+    ParallelTechnique,
+    before_each_batch,
+    distribute_muon,
+    shard_batches,
+)
+from chatgot.techniques.observe import few_rows, fingerprint, next_batch, observe_operation
 
 
 class Ddp(ParallelTechnique):
@@ -30,8 +36,10 @@ class Ddp(ParallelTechnique):
         shard_batches(run, run.world.rank, run.world.size)
         distribute_muon(run)
         operations, inner = run.operations, run.operations.loss
+        # Without the model's buffers, which DDP would broadcast in every step. They never change.
+        loss_module = FunctionModule(run.model.parameters(), inner)
         # gradient_as_bucket_view saves a copy of the gradient.
-        self.parallel = DistributedDataParallel(_LossModule(run.model, inner), gradient_as_bucket_view=True)
+        self.parallel = DistributedDataParallel(loss_module, gradient_as_bucket_view=True)
 
         def average(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
             # Counted here, where DDP really communicates.
@@ -77,21 +85,5 @@ class Ddp(ParallelTechnique):
             )
         if not equal:
             raise self.not_active("the processes have different gradients")
-        return Proof(
-            f"{reduced:,} numbers, the gradient once, were averaged over {run.world.size} processes",
-            numbers=reduced,
-            processes=run.world.size,
-        )
-
-
-# DDP wraps a module, and averages its gradients in the backward pass. This module computes the loss.
-class _LossModule(nn.Module):
-    # Without the model's buffers, which DDP would broadcast in every step. They never change.
-
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        super().__init__()
-        self.of_model = nn.ParameterList(model.parameters())
-        self._loss = loss
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Any:
-        return self._loss(inputs, targets)
+        summary = f"{reduced:,} numbers, the gradient once, were averaged over {run.world.size} processes"
+        return Proof(summary, numbers=reduced, processes=run.world.size)

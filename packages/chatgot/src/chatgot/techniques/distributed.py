@@ -5,22 +5,21 @@ A checkpoint has the names, keys and full shapes of one process, so any number o
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from chatgot.model.gpt import GPT
 from chatgot.optim.muon import Muon
 from chatgot.optim.optimizers import WeightAverage, weights_of
 from chatgot.step.device import memory_errors_reported
 from chatgot.step.world import can_join, launched_machines
 from chatgot.techniques.base import Config, Machine, StepState, Technique
+from chatgot.techniques.wrapped_batches import with_loop
 from tensorkeep.errors import UsageError
 from tensorkeep.ext.formats import box_of
 from tensorkeep.ext.state import ShardedLeaf
@@ -34,6 +33,18 @@ REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
 
 # Fused layers, and how many projections each stacks by rows; tensor parallelism shards each projection by heads.
 _FUSED = {".attention.qkv.": 3, ".attention.convolution.": 3, ".attention.kv.": 2}
+
+
+class FunctionModule(nn.Module):
+    """A function with its parameters, for classes of torch that wrap a module. It has no buffers."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.of_function = nn.ParameterList(parameters)
+        self._function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self._function(*inputs)
 
 
 class ParallelTechnique(Technique):
@@ -55,15 +66,13 @@ class ParallelTechnique(Technique):
 
 def shard_batches(run: StepState, rank: int, count: int) -> None:
     """Let this process train one of ``count`` parts of every batch; UsageError if the batch size is not a multiple."""
-    loop = run.config.loop
     # `loop.batch_size` counts the rows of all processes together: they compute what one process would.
     run.batches.draw_part(rank, count)
     run.replicas, run.replica = count, rank
     # For this process only: another number of processes may resume the run.
-    loop = msgspec.structs.replace(loop, batch_size=loop.batch_size // count)
-    run.config = msgspec.structs.replace(run.config, loop=loop)
+    run.config = with_loop(run.config, batch_size=run.config.loop.batch_size // count)
     # The same seed would draw the same dropout zeros for different rows.
-    torch.manual_seed(loop.seed + rank)
+    torch.manual_seed(run.config.loop.seed + rank)
 
 
 def distribute_muon(run: StepState) -> None:
@@ -126,11 +135,6 @@ def mesh_sizes(techniques: Mapping[str, Mapping[str, Any]], size: int, machines:
         sizes[SHARD] = size // (replicas * degree) or 1
     if tensors:
         sizes[TENSOR] = degree
-    _check_mesh(sizes, size)
-    return sizes
-
-
-def _check_mesh(sizes: dict[str, int], size: int) -> None:
     described = " x ".join(f"{count} ({name})" for name, count in sizes.items())
     if math.prod(sizes.values()) != size:
         raise UsageError(
@@ -145,6 +149,7 @@ def _check_mesh(sizes: dict[str, int], size: int) -> None:
             f"{size} processes are a mesh of {described}, so that nothing is sharded along {idle!r}",
             remedy=f"start at least {2 ** len(sizes)} processes, or leave {technique} out",
         )
+    return sizes
 
 
 def mesh_of(run: StepState) -> DeviceMesh:
@@ -179,7 +184,10 @@ def fill_parameters(run: StepState, keep: Keep) -> None:
     """Make the parameters of a model on the meta device, with the values that one process would draw."""
     model = run.model
     generator = torch.Generator().manual_seed(run.config.loop.seed)
-    owners = _owners(model)
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append((module, name))
     with memory_errors_reported(run.config.model):
         model.fill_tables(run.device)
         # Every process draws all values, one tensor after the other, and keeps its part: beside the kept parts this
@@ -189,14 +197,6 @@ def fill_parameters(run: StepState, keep: Keep) -> None:
             # Assigned to every owner, so that tied weights stay tied.
             for module, attribute in owners[id(parameter)]:
                 setattr(module, attribute, kept)
-
-
-def _owners(model: GPT) -> dict[int, list[tuple[nn.Module, str]]]:
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append((module, name))
-    return owners
 
 
 def update_parameters(run: StepState, before: Mapping[str, nn.Parameter]) -> None:
@@ -230,7 +230,7 @@ class ShardingTechnique(ParallelTechnique):
         # Tensor parallelism comes first, if both are on.
         last = self.axis == (SHARD if SHARD in (mesh.mesh_dim_names or ()) else TENSOR)
         if last:
-            fill_shards(run)
+            fill_parameters(run, lambda name, parameter, full: _shard_of(name, parameter, full, run.device))
         update_parameters(run, before)
         if last:
             use_sharded_parameters(run, mesh)
@@ -273,32 +273,18 @@ def checkpoint_view(name: str, parameter: Any) -> Any:
 
 
 def _dtensor_like(parameter: DTensor, local: Tensor, placements: Sequence[Placement]) -> DTensor:
+    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
     # run_check would communicate; shape and stride are given because uneven shards do not determine them.
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def fill_shards(run: StepState) -> None:
-    def shard_of(name: str, parameter: Any, full: Tensor) -> DTensor:
-        # On the meta device the DTensor has a shape and a placement, and no memory.
-        local = torch.empty_like(parameter.to_local(), device=run.device)
-        shard = _dtensor_like(parameter, local, parameter.placements)
-        copy_boxes(name, full, shard)
-        return shard
-
-    fill_parameters(run, shard_of)
-
-
-def copy_boxes(name: str, full: Tensor, shard: DTensor) -> None:
+def _shard_of(name: str, parameter: Any, full: Tensor, device: torch.device) -> DTensor:
+    # On the meta device the DTensor has a shape and a placement, and no memory.
+    shard = _dtensor_like(parameter, torch.empty_like(parameter.to_local(), device=device), parameter.placements)
     leaf = ShardedLeaf.of(name, checkpoint_view(name, shard))
     for piece in leaf.pieces() if leaf is not None else ():
         piece.array.copy_(full[box_of(piece.offsets, piece.shape)])
+    return shard
 
 
 def use_sharded_parameters(run: StepState, mesh: DeviceMesh) -> None:
@@ -322,7 +308,7 @@ def use_sharded_parameters(run: StepState, mesh: DeviceMesh) -> None:
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
-    """Return the parameters of a model that are DTensors, by name; tied ones under each of their names."""
+    # Tied parameters have each of their names.
     found = model.named_parameters(remove_duplicate=False)
     return {name: each.data for name, each in found if isinstance(each.data, DTensor)}
 

@@ -25,31 +25,18 @@ from tensorkeep.ext import Steps, format_bytes
 
 
 class FsdpSettings(Section, frozen=True):
-    """When gradients are exchanged.
+    """When gradients are exchanged."""
 
-    Attributes
-    ----------
-    sync_each_batch : bool
-        Exchange and shard the gradient after each micro-batch of a step. By default only after the last one: less
-        communication, but until then each process holds an unsharded gradient.
-    """
-
+    # Exchange and shard the gradient after each micro-batch of a step. By default only after the last one: less
+    # communication, but until then each process holds an unsharded gradient.
     sync_each_batch: bool = False
 
 
 class HsdpSettings(FsdpSettings, frozen=True):
-    """How many copies of the model there are, and when gradients are exchanged.
+    """How many copies of the model there are, and when gradients are exchanged."""
 
-    Attributes
-    ----------
-    replicas : int
-        Copies of the model; each copy is sharded among as many processes. 0: one copy for each machine, or 2 on a
-        single machine.
-    sync_each_batch : bool
-        Exchange and shard the gradient after each micro-batch of a step. By default only after the last one: less
-        communication, but until then each process holds an unsharded gradient.
-    """
-
+    # Copies of the model; each copy is sharded among as many processes. 0: one copy for each machine, or 2 on a single
+    # machine.
     replicas: Steps = 0
 
 
@@ -61,7 +48,6 @@ class Fsdp(ShardingTechnique):
     summary: ClassVar = "shards weights, gradients and optimizer states among processes, and gathers block by block"
     effect: ClassVar = "state memory is divided by the number of devices; 1.5 times the communication of ddp"
     reference: ClassVar = "arXiv 2304.11277; torch.distributed.fsdp.fully_shard"
-    Settings: ClassVar = FsdpSettings
     conflicts: ClassVar = {name: why for name, why in ParallelTechnique.conflicts.items() if name != "tensor-parallel"}
     after: ClassVar = ("tensor-parallel",)
     settings: FsdpSettings
@@ -114,8 +100,9 @@ class Fsdp(ShardingTechnique):
         full, local = sum(shards[n].nbytes for n in parameters), sum(shards[n].to_local().nbytes for n in parameters)
         sizes = {f"{name}_size": mesh[name].size() for name in mesh.mesh_dim_names or ()}
         exchanges = sum(count > 0 for count in exchanged)
+        copies = f", in {mesh[REPLICATE].size()} copies" if REPLICATE in (mesh.mesh_dim_names or ()) else ""
         return Proof(
-            f"{len(parameters)} parameters are sharded among {self._processes(mesh)}; this one has "
+            f"{len(parameters)} parameters are sharded among {mesh[SHARD].size()} processes{copies}; this one has "
             f"{format_bytes(local)} of {format_bytes(full)}; gradients were exchanged "
             f"after {exchanges} of {len(exchanged)} micro-batches",
             parameters=len(parameters),
@@ -127,17 +114,10 @@ class Fsdp(ShardingTechnique):
             **sizes,
         )
 
-    def _processes(self, mesh: DeviceMesh) -> str:
-        return f"{mesh[SHARD].size()} processes"
-
 
 class Hsdp(Fsdp):
     name: ClassVar = "hsdp"
     summary: ClassVar = "shards like fsdp within a machine, and averages the gradients of the machines' copies"
     effect: ClassVar = "less communication between machines than fsdp; state memory is divided by the shards of a copy"
     reference: ClassVar = "arXiv 2304.11277, section 3.2.2; torch.distributed.fsdp.fully_shard with a 2-D mesh"
-    Settings: ClassVar = HsdpSettings
     settings: HsdpSettings
-
-    def _processes(self, mesh: DeviceMesh) -> str:
-        return f"{mesh[SHARD].size()} processes, in {mesh[REPLICATE].size()} copies"

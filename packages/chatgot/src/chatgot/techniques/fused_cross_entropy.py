@@ -23,19 +23,13 @@ from tensorkeep.ext import format_bytes
 
 
 class FusedCrossEntropySettings(Section, frozen=True):
-    """How many logits are in memory at a time.
+    """How many logits are in memory at a time."""
 
-    Attributes
-    ----------
-    parts : int
-        The number of chunks that the tokens of a batch are split into; only the logits of one chunk are in memory.
-    kernel : str
-        How loss and gradient of a chunk are computed from the logits: ``"compiled"``, by a kernel that torch compiles;
-        ``"plain"``, by operations of torch; ``"auto"``, compiled on CUDA with Triton, else plain. The technique compile
-        compiles them in any case.
-    """
-
+    # The number of chunks that the tokens of a batch are split into; only the logits of one chunk are in memory.
     parts: Annotated[int, Meta(ge=2)] = 8
+    # How loss and gradient of a chunk are computed from the logits: "compiled", by a kernel that torch compiles;
+    # "plain", by operations of torch; "auto", compiled on CUDA with Triton, else plain. The technique compile compiles
+    # them in any case.
     kernel: Literal["auto", "compiled", "plain"] = "auto"
 
 
@@ -53,7 +47,6 @@ class FusedCrossEntropy(Technique):
     )
     reference: ClassVar = "arXiv 2411.09009, arXiv 2410.10989"
     predicts_memory: ClassVar = True
-    Settings: ClassVar = FusedCrossEntropySettings
     conflicts: ClassVar = {
         "tensor-parallel": "the head is sharded, and the processes compute the loss together",
         "pipeline-parallel": "only the last stage computes the loss",
@@ -110,11 +103,8 @@ class FusedCrossEntropy(Technique):
         # Logits are float32 while their loss is computed.
         row, tokens = 4 * run.config.model.vocab_size, loop.batch_size * run.config.model.context_length
         held, full = row * -(-tokens // self.settings.parts), row * tokens
-        return Proof(
-            f"at most {format_bytes(held)} of logits at a time, of {format_bytes(full)} of a batch",
-            held_bytes=held,
-            full_bytes=full,
-        )
+        summary = f"at most {format_bytes(held)} of logits at a time, of {format_bytes(full)} of a batch"
+        return Proof(summary, held_bytes=held, full_bytes=full)
 
 
 # Computes `gradient_and_loss` of logits [tokens, vocab_size], which it may overwrite, and targets [tokens].

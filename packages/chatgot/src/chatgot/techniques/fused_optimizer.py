@@ -61,11 +61,10 @@ class FusedOptimizer(Technique):
                 "report it, with the device and the dtype of the weights",
             )
         observed.check(self)
-        return Proof(
-            f"{observer.calls} calls of the fused kernel updated {len(observer.weights)} weights by AdamW's formula",
-            calls=observer.calls,
-            weights=len(observer.weights),
+        summary = (
+            f"{observer.calls} calls of the fused kernel updated {len(observer.weights)} weights by AdamW's formula"
         )
+        return Proof(summary, calls=observer.calls, weights=len(observer.weights))
 
 
 class _FusedKernelObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]

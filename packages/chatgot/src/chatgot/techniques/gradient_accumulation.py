@@ -10,19 +10,14 @@ from torch import Tensor
 from chatgot.data.batches import Batch, BatchSource
 from chatgot.techniques.base import MemoryEffects, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import count_updates, observe_operation
-from chatgot.techniques.wrapped_batches import WrappedBatches
+from chatgot.techniques.wrapped_batches import WrappedBatches, with_loop
 from tensorkeep.errors import UsageError
 
 
 class AccumulationSettings(Section, frozen=True):
-    """How many micro-batches a batch has.
+    """How many micro-batches a batch has."""
 
-    Attributes
-    ----------
-    batches : int
-        Micro-batches in one batch; a divisor of ``loop.batch_size``.
-    """
-
+    # Micro-batches in one batch; a divisor of loop.batch_size.
     batches: Annotated[int, msgspec.Meta(ge=2)] = 2
 
 
@@ -38,7 +33,6 @@ class GradientAccumulation(Technique):
     effect: ClassVar = "activations take only the memory of one micro-batch; small ones leave a GPU idle"
     reference: ClassVar = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation"
     predicts_memory: ClassVar = True
-    Settings: ClassVar = AccumulationSettings
     conflicts: ClassVar = {"pipeline-parallel": "a pipeline splits batches itself"}
     # These techniques draw whole batches, which are split afterwards.
     after: ClassVar = ("progressive-length", "length-curriculum", "loss-curriculum")
@@ -49,19 +43,14 @@ class GradientAccumulation(Technique):
         if loop.batch_size % count:
             raise UsageError(
                 f"a batch of {loop.batch_size} sequences cannot be split into {count} equal micro-batches",
-                remedy="give a batch size (--loop.batch_size) that is a multiple of techniques."
-                "gradient-accumulation.batches",
+                remedy=f"give a batch size (--loop.batch_size) that is a multiple of techniques.{self.name}.batches",
             )
         self._batches = MicroBatches(run.batches, count)
         run.batches = self._batches
         # For this process only: the stored configuration has whole batches, and a resumed run may split them in another
         # way.
-        loop = msgspec.structs.replace(
-            loop,
-            batch_size=loop.batch_size // count,
-            gradient_accumulation_steps=loop.gradient_accumulation_steps * count,
-        )
-        run.config = msgspec.structs.replace(run.config, loop=loop)
+        size, steps = loop.batch_size // count, loop.gradient_accumulation_steps * count
+        run.config = with_loop(run.config, batch_size=size, gradient_accumulation_steps=steps)
 
     def affect_memory(self, effects: MemoryEffects) -> None:
         effects.micro_batches = self.settings.batches
@@ -84,11 +73,8 @@ class GradientAccumulation(Technique):
                 f"{len(rows)} micro-batches of up to {most} sequences were computed instead of {expected}, from "
                 f"batches of {batch}, and optimizers were stepped {early_steps} times between them"
             )
-        return Proof(
-            f"{expected} micro-batches of {most} sequences, without an update between them",
-            parts=expected,
-            sequences=most,
-        )
+        summary = f"{expected} micro-batches of {most} sequences, without an update between them"
+        return Proof(summary, parts=expected, sequences=most)
 
 
 class MicroBatches(WrappedBatches):

@@ -44,13 +44,11 @@ class _ScheduleTechnique(Technique):
                 f"of {len(rates)} groups of parameters, {len(others)} stepped with another learning rate "
                 f"({', '.join(f'{rate:g}' for rate in others[:3])}) than {', '.join(f'{rate:g}' for rate in expected)}"
             )
-        return Proof(
+        summary = (
             f"{len(rates)} groups of parameters stepped with the learning rate of the schedule, "
-            f"{', '.join(f'{rate:.3g}' for rate in expected)}",
-            groups=len(rates),
-            learning_rates=expected,
-            share_of_peak=factor,
+            f"{', '.join(f'{rate:.3g}' for rate in expected)}"
         )
+        return Proof(summary, groups=len(rates), learning_rates=expected, share_of_peak=factor)
 
 
 def _rates(optimizer: Optimizer) -> list[float]:
@@ -58,17 +56,11 @@ def _rates(optimizer: Optimizer) -> list[float]:
 
 
 class PlateauSettings(Section, frozen=True):
-    """When the learning rate is lowered, and by how much.
+    """When the learning rate is lowered, and by how much."""
 
-    Attributes
-    ----------
-    patience : int
-        Evaluations without a better validation loss.
-    factor : float
-        What the rate is multiplied by.
-    """
-
+    # Evaluations without a better validation loss.
     patience: Count = 3
+    # What the rate is multiplied by.
     factor: Fraction = 0.5
 
 
@@ -83,7 +75,6 @@ class LrPlateau(_ScheduleTechnique):
     reference: ClassVar = "torch.optim.lr_scheduler.ReduceLROnPlateau"
     sets: ClassVar = "schedule.name"
     predicts_memory: ClassVar = True
-    Settings: ClassVar = PlateauSettings
     settings: PlateauSettings
 
     def configure(self, config: Config) -> Config:
@@ -105,14 +96,9 @@ class LrPlateau(_ScheduleTechnique):
 
 
 class RangeTestSettings(Section, frozen=True):
-    """The range of learning rates.
+    """The range of learning rates."""
 
-    Attributes
-    ----------
-    lowest, highest : float
-        The learning rates of the first and the last step.
-    """
-
+    # The learning rates of the first and the last step.
     lowest: Positive = 1e-6
     highest: Positive = 1.0
 
@@ -133,7 +119,6 @@ class LrRangeTest(_ScheduleTechnique):
     reference: ClassVar = "arXiv 1506.01186"
     sets: ClassVar = "schedule.name"
     predicts_memory: ClassVar = True
-    Settings: ClassVar = RangeTestSettings
     conflicts: ClassVar = {
         "lr-plateau": "each sets the schedule",
         "progressive-length": "the loss would change with the length of the windows, and the test reads the loss",

@@ -17,17 +17,11 @@ from tensorkeep.errors import UsageError
 
 
 class LengthCurriculumSettings(Section, frozen=True):
-    """When longer documents are added.
+    """When longer documents are added."""
 
-    Attributes
-    ----------
-    stages : int
-        The number of stages N: stage n draws from the shortest documents with n/N of all tokens.
-    share : float
-        The fraction of the steps before the last stage; the other stages have equal parts.
-    """
-
+    # The number of stages N: stage n draws from the shortest documents with n/N of all tokens.
     stages: Annotated[int, Meta(ge=2, le=100)] = 4
+    # The fraction of the steps before the last stage; the other stages have equal parts.
     share: Annotated[float, Meta(gt=0, le=1)] = 0.5
 
 
@@ -52,7 +46,6 @@ class LengthCurriculum(Technique):
     refuses_conversations: ClassVar = "draws windows of the text, and rows of conversations begin with one"
     predicts_memory: ClassVar = True
     depends_on_steps: ClassVar = True
-    Settings: ClassVar = LengthCurriculumSettings
     conflicts: ClassVar = {
         "loss-curriculum": "each chooses the windows that are trained",
         **dict.fromkeys(("ddp", "fsdp", "hsdp"), "it draws the batches of one process, and they are not sharded"),

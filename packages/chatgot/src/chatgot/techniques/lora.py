@@ -14,20 +14,13 @@ from tensorkeep.ext import Count, Positive
 
 
 class LoraSettings(Section, frozen=True):
-    """The size of the adapters, and which layers have an adapter.
+    """The size of the adapters, and which layers have an adapter."""
 
-    Attributes
-    ----------
-    rank : int
-        The rank of the adapters.
-    alpha : float
-        The output of the adapters is multiplied by alpha / rank.
-    targets : str
-        The layers that have an adapter: ``"attention"``, ``"mlp"``, or ``"all"``.
-    """
-
+    # The rank of the adapters.
     rank: Count = 8
+    # The output of the adapters is multiplied by alpha / rank.
     alpha: Positive = 16.0
+    # The layers that have an adapter: "attention", "mlp", or "all".
     targets: Literal["all", "attention", "mlp"] = "all"
 
 
@@ -43,7 +36,6 @@ class Lora(Technique):
         "training from random weights"
     )
     reference: ClassVar = "arXiv 2106.09685"
-    Settings: ClassVar = LoraSettings
     settings: LoraSettings
     conflicts: ClassVar = {
         "quantised-forward": "it replaces the layers of the blocks, which have the adapters",
@@ -78,13 +70,11 @@ class Lora(Technique):
             )
         trained = sum(each.numel() for optimizer in run.optimizers.values() for each in weights_of(optimizer))
         total = sum(each.numel() for each in parameters.values())
-        return Proof(
+        summary = (
             f"{len(adapters)} adapters of rank {self.settings.rank} were trained, {trained / total:.2%} of "
-            f"{total:,} weights; {len(frozen)} frozen tensors kept every bit",
-            adapters=len(adapters),
-            trained=trained,
-            parameters=total,
+            f"{total:,} weights; {len(frozen)} frozen tensors kept every bit"
         )
+        return Proof(summary, adapters=len(adapters), trained=trained, parameters=total)
 
 
 def _fingerprints(parameters: Mapping[str, Tensor]) -> dict[str, int]:

@@ -22,18 +22,12 @@ _MIN_ELEMENTS = 4096
 
 
 class LowBitSettings(Section, frozen=True):
-    """The precision of the states.
+    """The precision of the states."""
 
-    Attributes
-    ----------
-    bits : int or str
-        8, 4, or ``"fp8"``: 8 bits with an exponent.
-    compiled : bool
-        Whether the update is compiled into one kernel for each shape of weights, which slows down the first step.
-        False needs no compiler, and is slow.
-    """
-
+    # 8, 4, or "fp8": 8 bits with an exponent.
     bits: Literal[8, 4, "fp8"] = 8
+    # Whether the update is compiled into one kernel for each shape of weights, which slows down the first step. False
+    # needs no compiler, and is slow.
     compiled: bool = True
 
 
@@ -50,7 +44,6 @@ class LowBitOptimizer(Technique):
     )
     reference: ClassVar = "arXiv 2110.02861, arXiv 2309.01507; torchao.optim"
     predicts_memory: ClassVar = True
-    Settings: ClassVar = LowBitSettings
     settings: LowBitSettings
     conflicts: ClassVar = {
         "fused-optimizer": "the fused kernel does not take quantised states",
@@ -104,13 +97,11 @@ class LowBitOptimizer(Technique):
         total = sum(_bytes(state) for _, state in states)
         # Two states of 4 bytes for each weight.
         before = sum(8 * weight.numel() for weight, _ in states)
-        return Proof(
+        summary = (
             f"{quantised / total:.0%} of the bytes of AdamW's states are quantised; they take {format_bytes(total)} "
-            f"instead of {format_bytes(before)}",
-            share=quantised / total,
-            state_bytes=total,
-            plain_bytes=before,
+            f"instead of {format_bytes(before)}"
         )
+        return Proof(summary, share=quantised / total, state_bytes=total, plain_bytes=before)
 
 
 def low_bit(plain: torch.optim.Optimizer, *, bits: int | str) -> Any:

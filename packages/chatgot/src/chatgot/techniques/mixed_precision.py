@@ -29,20 +29,14 @@ _SHORT_CONTEXT = 256
 
 
 class MixedPrecisionSettings(Section, frozen=True):
-    """The precision of matmuls and of attention.
+    """The precision of matmuls and of attention."""
 
-    Attributes
-    ----------
-    dtype : str
-        ``"bf16"``; ``"fp16"``, with scaled losses, so that small gradients do not vanish; ``"auto"``: bf16, or fp16 if
-        its matmuls, measured here, are at least 1.5 times as fast; an error if neither is faster than float32. The
-        choice is stored with the run.
-    attention : str
-        The precision of attention between its projections: ``"same"``; ``"float32"``; ``"auto"``: float32 on CPUs with
-        contexts of less than 256, because the gradient of torch's 16-bit kernel takes several times as long.
-    """
-
+    # "bf16"; "fp16", with scaled losses, so that small gradients do not vanish; "auto": bf16, or fp16 if its matmuls,
+    # measured here, are at least 1.5 times as fast; an error if neither is faster than float32. The choice is stored
+    # with the run.
     dtype: Literal["auto", "bf16", "fp16"] = "auto"
+    # The precision of attention between its projections: "same"; "float32"; "auto": float32 on CPUs with contexts of
+    # less than 256, because the gradient of torch's 16-bit kernel takes several times as long.
     attention: Literal["auto", "same", "float32"] = "auto"
 
 
@@ -57,7 +51,6 @@ class MixedPrecision(Technique):
     effect: ClassVar = "up to twice the speed, or more, where the device multiplies 16-bit matrices faster"
     reference: ClassVar = "arXiv 1710.03740; torch.amp"
     predicts_memory: ClassVar = True
-    Settings: ClassVar = MixedPrecisionSettings
     settings: MixedPrecisionSettings
 
     skipped = 0
@@ -151,12 +144,10 @@ class MixedPrecision(Technique):
         in_attention = torch.float32 if self.settings.attention == "float32" else self._dtype
         if set(attention) != {in_attention}:
             raise self.not_active(f"attention returned {_formatted(attention)}")
-        return Proof(
-            f"{linear[self._dtype]} results of linear layers were {self._dtype}, attention returned {in_attention}",
-            results=linear[self._dtype],
-            dtype=str(self._dtype),
-            attention=str(in_attention),
+        summary = (
+            f"{linear[self._dtype]} results of linear layers were {self._dtype}, attention returned {in_attention}"
         )
+        return Proof(summary, results=linear[self._dtype], dtype=str(self._dtype), attention=str(in_attention))
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._scaler is None else {"scaler": self._scaler.state_dict(), "skipped": self.skipped}

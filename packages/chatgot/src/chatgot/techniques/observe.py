@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -129,11 +130,11 @@ def count_updates(run: StepState) -> Iterator[Updates]:
     def count() -> None:
         updates.count += 1
 
-    def counting_hook(name: str) -> Any:
-        return lambda *arguments: updates.optimizer_steps.update([name])
+    def count_step(name: str, *arguments: Any) -> None:
+        updates.optimizer_steps[name] += 1
 
     # An optimizer may be stepped without the run's `update`, so both are counted.
-    handles = (each.register_step_pre_hook(counting_hook(name)) for name, each in run.optimizers.items())
+    handles = (each.register_step_pre_hook(partial(count_step, name)) for name, each in run.optimizers.items())
     with hooked(handles), observe_operation(run, "update", before=count):
         yield updates
 
@@ -174,7 +175,8 @@ def plain_rows_computed(run: StepState) -> Iterator[None]:
         yield
         return
     # Copied before observers add hooks: these are the tables that the code was compiled with.
-    hooks = [(each, dict(each)) for each in _hook_tables(run.model)]
+    tables = [each for module in run.model.modules() for each in (module._forward_pre_hooks, module._forward_hooks)]
+    hooks = [(each, dict(each)) for each in tables]
 
     def with_plain_rows(inputs: Tensor, targets: Tensor) -> Tensor:
         # Here the hooks of observers run; the loss below runs without them.
@@ -214,11 +216,6 @@ def _compute_and_discard(run: StepState, loss: Loss, inputs: Tensor, targets: Te
         torch.autograd.grad(value, into)
         if isinstance(run.model, FSDPModule):
             run.model.set_requires_gradient_sync(True)
-
-
-def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:
-    for module in model.modules():
-        yield from (module._forward_pre_hooks, module._forward_hooks)
 
 
 @contextmanager

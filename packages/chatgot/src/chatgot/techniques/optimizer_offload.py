@@ -67,11 +67,8 @@ class OptimizerOffload(Technique):
             )
         observed.check(self)
         nbytes = sum(state.nbytes for state in states)
-        return Proof(
-            f"{format_bytes(nbytes)} of states are in CPU memory; {format_bytes(fetched)} of gradients came there",
-            state_bytes=nbytes,
-            fetched_bytes=fetched,
-        )
+        summary = f"{format_bytes(nbytes)} of states are in CPU memory; {format_bytes(fetched)} of gradients came there"
+        return Proof(summary, state_bytes=nbytes, fetched_bytes=fetched)
 
 
 class _HostWeight:

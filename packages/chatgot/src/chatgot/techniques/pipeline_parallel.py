@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from typing import Any, ClassVar, Literal
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -16,9 +15,9 @@ from chatgot.model.layers import RotaryPositions
 from chatgot.optim.optimizers import WeightAverage, weights_of
 from chatgot.step.world import World
 from chatgot.techniques.base import Proof, Section, StepState, Verification
-from chatgot.techniques.distributed import ParallelTechnique, fill_parameters, update_parameters
+from chatgot.techniques.distributed import FunctionModule, ParallelTechnique, fill_parameters, update_parameters
 from chatgot.techniques.observe import count_calls
-from chatgot.techniques.wrapped_batches import WrappedBatches
+from chatgot.techniques.wrapped_batches import WrappedBatches, with_loop
 from tensorkeep.errors import UsageError
 from tensorkeep.ext import Count
 
@@ -85,6 +84,10 @@ class Stages:
     def logits(self, x: Tensor) -> Tensor:
         return self.model.logits(self.model.norm(x)).float()
 
+    def compute_micro_batch(self, x: Tensor) -> Tensor:
+        x = self.compute(self.model.embed(x) if self.first else x, 0)
+        return self.logits(x) if self.last else x
+
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the logits in every process: for evaluation."""
         return self._broadcast_logits(self._features(tokens, cache))
@@ -115,37 +118,22 @@ class Stages:
         return logits
 
 
-# torch's schedules call a module, once for each micro-batch.
-class StageModule(nn.Module):
-    def __init__(self, stages: Stages) -> None:
-        super().__init__()
-        self._stages = stages
-        self.parameters_of_stage = nn.ParameterList(stages.own().values())
-
-    def forward(self, x: Tensor) -> Tensor:
-        stages = self._stages
-        x = stages.compute(stages.model.embed(x) if stages.first else x, 0)
-        return stages.logits(x) if stages.last else x
-
-
 def save_own_stage(run: StepState, stages: Stages) -> None:
     """Make this rank save and load its own stage; the ranks together save the keys of a run with one process."""
-    run.average = WeightAverage(stages.own(), run.config.ema.decay)
+    own = stages.own()
+    own_ids = {id(each) for each in own.values()}
+    run.average = WeightAverage(own, run.config.ema.decay)
     run.in_checkpoint["model"] = stages.weights
-    run.in_checkpoint["optimizers"] = lambda: {
-        name: _own_state(optimizer, stages) for name, optimizer in run.optimizers.items()
-    }
 
+    def own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        # One stateful object a parameter, so that a process loads its own states only.
+        states: dict[int, Any] = {
+            number: _ParameterState(optimizer, parameter) if id(parameter) in own_ids else {}
+            for number, parameter in enumerate(weights_of(optimizer))
+        }
+        return {**optimizer.state_dict(), "state": states}
 
-def _own_state(optimizer: torch.optim.Optimizer, stages: Stages) -> dict[str, Any]:
-    """Return the state of an optimizer by parameter number; empty for parameters of other processes."""
-    # One stateful object a parameter, so that a process loads its own states only.
-    own = {id(each) for each in stages.own().values()}
-    states: dict[int, Any] = {
-        number: _ParameterState(optimizer, parameter) if id(parameter) in own else {}
-        for number, parameter in enumerate(weights_of(optimizer))
-    }
-    return {**optimizer.state_dict(), "state": states}
+    run.in_checkpoint["optimizers"] = lambda: {name: own_state(each) for name, each in run.optimizers.items()}
 
 
 class _ParameterState:
@@ -166,19 +154,13 @@ class _ParameterState:
 
 
 class PipelineSettings(Section, frozen=True):
-    """How batches pass through the pipeline.
+    """How batches pass through the pipeline."""
 
-    Attributes
-    ----------
-    parts : int
-        The number of micro-batches in a step; at least the number of processes. While the pipeline fills and drains,
-        processes are idle for (processes - 1) / (parts + processes - 1) of the time.
-    schedule : str
-        ``"1f1b"``: a process runs a backward pass as soon as it can, and holds the activations of no more micro-batches
-        than there are processes; ``"gpipe"``: all forward passes, then all backward passes.
-    """
-
+    # The number of micro-batches in a step; at least the number of processes. While the pipeline fills and drains,
+    # processes are idle for (processes - 1) / (parts + processes - 1) of the time.
     parts: Count = 4
+    # "1f1b": a process runs a backward pass as soon as it can, and holds the activations of no more micro-batches than
+    # there are processes; "gpipe": all forward passes, then all backward passes.
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
 
 
@@ -196,7 +178,6 @@ class PipelineParallel(ParallelTechnique):
     )
     refuses_document_masks: ClassVar = "only the first stage of a pipeline has the tokens that the mask comes from"
     fills_model: ClassVar = True
-    Settings: ClassVar = PipelineSettings
     conflicts: ClassVar = {
         **ParallelTechnique.conflicts,
         **dict.fromkeys(("activation-checkpointing", "attention-kernel", "sparse-attention"), _ALL_BLOCKS),
@@ -222,9 +203,7 @@ class PipelineParallel(ParallelTechnique):
 
         run.batches = WrappedBatches(run.batches, joined)
         # For this process only; the stored configuration keeps its batches.
-        run.config = msgspec.structs.replace(
-            run.config, loop=msgspec.structs.replace(loop, batch_size=rows, gradient_accumulation_steps=1)
-        )
+        run.config = with_loop(run.config, batch_size=rows, gradient_accumulation_steps=1)
         run.micro_batches = self.settings.parts
         # Each stage draws its own dropout zeros.
         torch.manual_seed(loop.seed + run.world.rank)
@@ -270,7 +249,8 @@ class PipelineParallel(ParallelTechnique):
             for width in (model.d_model, model.n_tokens)
         )
         stage = PipelineStage(
-            StageModule(stages),
+            # torch's schedules call a module, once for each micro-batch.
+            FunctionModule(stages.own().values(), stages.compute_micro_batch),
             world.rank,
             world.size,
             torch.device("cuda", torch.cuda.current_device()) if run.device.type == "cuda" else run.device,

@@ -16,17 +16,11 @@ _SUM_TOLERANCE = 1e-6
 
 
 class ProgressiveLengthSettings(Section, frozen=True):
-    """The length of the windows in each stage, and how long the stages are.
+    """The length of the windows in each stage, and how long the stages are."""
 
-    Attributes
-    ----------
-    pieces : tuple of int
-        For each stage: the number of pieces that a window is cut into. The last stage has full windows, 1.
-    shares : tuple of float
-        For each stage: its fraction of the steps. They sum to 1.
-    """
-
+    # For each stage: the number of pieces that a window is cut into. The last stage has full windows, 1.
     pieces: tuple[Count, ...] = (4, 2, 1)
+    # For each stage: its fraction of the steps. They sum to 1.
     shares: tuple[Annotated[float, Meta(gt=0, le=1)], ...] = (0.25, 0.25, 0.5)
 
     def __post_init__(self) -> None:
@@ -57,7 +51,6 @@ class ProgressiveLength(Technique):
     refuses_conversations: ClassVar = "cuts rows into pieces, and an answer would be trained without its question"
     predicts_memory: ClassVar = True
     depends_on_steps: ClassVar = True
-    Settings: ClassVar = ProgressiveLengthSettings
     conflicts: ClassVar = {
         "cuda-graphs": "a graph is captured for one shape, and the shape of batches changes",
         "pipeline-parallel": "stages send each other tensors of one shape, and the shape of batches changes",
@@ -108,10 +101,5 @@ class ProgressiveLength(Technique):
             raise self.not_active(f"windows had {found} tokens instead of {length}")
         tokens = sum(each.numel() for each in inputs)
         stage = self.stage(run.progress.step, run.config.loop.steps) + 1
-        return Proof(
-            f"{tokens // length} windows of {length} tokens, in stage {stage} of {len(self.settings.pieces)}",
-            length=length,
-            windows=tokens // length,
-            tokens=tokens,
-            stage=stage,
-        )
+        summary = f"{tokens // length} windows of {length} tokens, in stage {stage} of {len(self.settings.pieces)}"
+        return Proof(summary, length=length, windows=tokens // length, tokens=tokens, stage=stage)

@@ -33,7 +33,13 @@ def expanded(names: Iterable[str]) -> list[str]:
 class Stack:
     def __init__(self, techniques: Sequence[Technique] = ()) -> None:
         self.techniques = _in_order(techniques)
-        _check_conflicts(self.techniques)
+        # Both ways, because only one technique of a pair declares the conflict.
+        for first, second in permutations(self.techniques, 2):
+            if second.name in first.conflicts:
+                raise UsageError(
+                    f"{first.name} and {second.name} cannot be combined: {first.conflicts[second.name]}",
+                    remedy=f"leave {first.name} or {second.name} out",
+                )
         self.proofs: dict[str, Proof] = {}
         self._observed = 0
 
@@ -159,16 +165,6 @@ def _in_order(techniques: Sequence[Technique]) -> list[Technique]:
     return ordered
 
 
-def _check_conflicts(techniques: Sequence[Technique]) -> None:
-    # Both ways, because only one technique of a pair declares the conflict.
-    for first, second in permutations(techniques, 2):
-        if second.name in first.conflicts:
-            raise UsageError(
-                f"{first.name} and {second.name} cannot be combined: {first.conflicts[second.name]}",
-                remedy=f"leave {first.name} or {second.name} out",
-            )
-
-
 def turn_on_defaults(config: Config, machine: Machine) -> tuple[Config, list[str]]:
     """Return a configuration with its default techniques turned on, and why the others are off."""
     # One after the other, because a default may conflict with an earlier default.
@@ -177,22 +173,18 @@ def turn_on_defaults(config: Config, machine: Machine) -> tuple[Config, list[str
     defaults, config = config.default_techniques, msgspec.structs.replace(config, default_techniques={})
     for name, settings in defaults.items():
         try:
-            config = _turned_on(config, name, settings, machine)
+            # Checked alone first, because `configure` below may measure, which takes time.
+            Stack.of({name: settings}).check(machine)
+            turned_on = msgspec.structs.replace(config, techniques={**config.techniques, name: dict(settings)})
+            config = Stack.of(turned_on.techniques).configure(turned_on)
         # Off if it cannot run here, or conflicts with a technique that was requested by name.
         except (UsageError, UnsupportedError) as error:
             off.append(error.message if error.message.startswith(name) else f"{name}: {error.message}")
     return config, off
 
 
-def _turned_on(config: Config, name: str, settings: Mapping[str, Any], machine: Machine) -> Config:
-    # Checked alone first, because `configure` below may measure, which takes time.
-    Stack.of({name: settings}).check(machine)
-    config = msgspec.structs.replace(config, techniques={**config.techniques, name: dict(settings)})
-    return Stack.of(config.techniques).configure(config)
-
-
 def agreed_defaults(config: Config, world: World) -> tuple[Config, str | None]:
-    """Turn on the defaults on rank 0, and broadcast the result, with a line about those that are off; a collective."""
+    """Turn on the defaults, with a line about those that are off; a collective."""
     if not config.default_techniques:
         return config, None
     device = chosen_device(config.loop.device)

@@ -33,14 +33,9 @@ _REPLICATED = ("norm1", "norm2", "shift1", "shift2")
 
 
 class TensorSettings(Section, frozen=True):
-    """How many processes compute each matmul together.
+    """How many processes compute each matmul together."""
 
-    Attributes
-    ----------
-    degree : int
-        Processes that share the heads and the hidden units of every block. 0: all processes, or 2 beside fsdp or hsdp.
-    """
-
+    # Processes that share the heads and the hidden units of every block. 0: all processes, or 2 beside fsdp or hsdp.
     degree: Steps = 0
 
 
@@ -52,7 +47,6 @@ class TensorParallel(ShardingTechnique):
     effect: ClassVar = "the memory of the blocks is divided by the number of devices; two all-reduces per block"
     reference: ClassVar = "arXiv 1909.08053; torch.distributed.tensor.parallel.parallelize_module"
     axis: ClassVar = TENSOR
-    Settings: ClassVar = TensorSettings
     conflicts: ClassVar = {
         **{name: why for name, why in ParallelTechnique.conflicts.items() if name not in ("fsdp", "hsdp")},
         "activation-swapping": "it cannot move the sharded activations",

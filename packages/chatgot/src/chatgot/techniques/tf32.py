@@ -18,15 +18,10 @@ _ROUNDED = 1e-5
 
 
 class Tf32Settings(Section, frozen=True):
-    """How far operands are rounded.
+    """How far operands are rounded."""
 
-    Attributes
-    ----------
-    precision : str
-        ``"tf32"``: 10 bits of mantissa, on GPUs of compute capability 8.0 or later; ``"bf16"``: 7 bits, on CPUs where
-        torch uses bfloat16 matmuls for float32 (AMX).
-    """
-
+    # "tf32": 10 bits of mantissa, on GPUs of compute capability 8.0 or later; "bf16": 7 bits, on CPUs where torch uses
+    # bfloat16 matmuls for float32 (AMX).
     precision: Literal["tf32", "bf16"] = "tf32"
 
 
@@ -41,7 +36,6 @@ class Tf32(Technique):
     effect: ClassVar = "matmuls up to eight times as fast as in float32, and half as fast as in 16 bits"
     reference: ClassVar = "docs.pytorch.org/docs/stable/notes/cuda.html, TensorFloat-32"
     predicts_memory: ClassVar = True
-    Settings: ClassVar = Tf32Settings
     settings: Tf32Settings
 
     def missing(self, machine: Machine) -> str | None:

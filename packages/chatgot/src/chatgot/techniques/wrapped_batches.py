@@ -1,12 +1,18 @@
-"""Batch sources that techniques put around the batches of a run."""
+"""Batch sources that techniques put around the batches of a run, and the sizes of batches."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
+from chatgot.config.config import Config
 from chatgot.data.batches import Batch, BatchSource
+
+
+def with_loop(config: Config, **settings: int) -> Config:
+    return replace(config, loop=replace(config.loop, **settings))
 
 
 class WrappedBatches:
@@ -49,10 +55,6 @@ class WrappedBatches:
 
 
 def same_tokens(first: list[Tensor], second: list[Tensor]) -> bool:
-    # Micro-batches split the rows differently, so the tokens are compared in one line.
-    return torch.equal(_joined(first), _joined(second))
-
-
-def _joined(batches: list[Tensor]) -> Tensor:
-    # `cat` refuses an empty list.
-    return torch.cat([torch.empty(0, dtype=torch.int64), *(each.flatten() for each in batches)])
+    # Micro-batches split the rows differently, so the tokens are compared in one line. `cat` refuses an empty list.
+    empty = torch.empty(0, dtype=torch.int64)
+    return torch.equal(*(torch.cat([empty, *(each.flatten() for each in batches)]) for batches in (first, second)))

@@ -18,21 +18,14 @@ from tensorkeep.ext import Count, format_bytes
 
 
 class ActivationSwappingSettings(Section, frozen=True):
-    """How tensors are moved.
+    """How tensors are moved."""
 
-    Attributes
-    ----------
-    pool : bool
-        True: through a pool of pinned memory, with two streams beside the one that computes. False: with torch's
-        ``save_on_cpu``, which copies every saved tensor, weights included, in the stream that computes.
-    least : int
-        With the pool: smaller tensors, in bytes, are not moved.
-    ahead : int
-        With the pool: how many tensors are prefetched while one is used.
-    """
-
+    # True: through a pool of pinned memory, with two streams beside the one that computes. False: with torch's
+    # save_on_cpu, which copies every saved tensor, weights included, in the stream that computes.
     pool: bool = True
+    # With the pool: smaller tensors, in bytes, are not moved.
     least: Count = 1 << 20
+    # With the pool: how many tensors are prefetched while one is used.
     ahead: Annotated[int, Meta(ge=0)] = 2
 
 
@@ -47,7 +40,6 @@ class ActivationSwapping(Technique):
     reference: ClassVar = "arXiv 1602.08124; torch.autograd.graph.save_on_cpu"
     predicts_memory: ClassVar = True
     needs_cuda: ClassVar = True
-    Settings: ClassVar = ActivationSwappingSettings
     conflicts: ClassVar = {
         "activation-checkpointing": "checkpointed blocks save nothing that could be moved",
         "compile": "compiled code fetches everything it saved at once, which needs the memory that should be saved",

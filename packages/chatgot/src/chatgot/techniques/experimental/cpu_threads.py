@@ -25,19 +25,13 @@ _SEVERAL = "all processes on a machine would bind to the same cores: use torchru
 
 
 class CpuThreadsSettings(Section, frozen=True):
-    """The number of threads, and their processors.
+    """The number of threads, and their processors."""
 
-    Attributes
-    ----------
-    threads : int or "auto"
-        Threads that compute; it sets ``loop.threads``. ``"auto"``: ``loop.threads``, or one for each core. The number
-        is stored with the run, because the last bits of results depend on it.
-    cores : str
-        The processors to bind the process to, numbered as in Linux, such as ``"0-3,8"``. ``"auto"``: one processor of
-        each physical core that the process may use, or all its processors if there are more threads than cores.
-    """
-
+    # Threads that compute; it sets loop.threads. "auto": loop.threads, or one for each core. The number is stored with
+    # the run, because the last bits of results depend on it.
     threads: Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"] = "auto"
+    # The processors to bind the process to, numbered as in Linux, such as "0-3,8". "auto": one processor of each
+    # physical core that the process may use, or all its processors if there are more threads than cores.
     cores: str = "auto"
 
     def __post_init__(self) -> None:
@@ -57,7 +51,6 @@ class CpuThreads(Technique):
     effect: ClassVar = "faster where torch would use hyper-threads or cores that others use; no effect elsewhere"
     reference: ClassVar = "docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html; sched_setaffinity(2)"
     predicts_memory: ClassVar = True
-    Settings: ClassVar = CpuThreadsSettings
     conflicts: ClassVar = dict.fromkeys(PARALLEL_TECHNIQUES, _SEVERAL)
     settings: CpuThreadsSettings
 
@@ -118,12 +111,11 @@ class CpuThreads(Technique):
                 f"{strays} of {len(affinities)} threads may leave the processors {_format_cores(self._bound)}",
                 "find out what changes their affinity after the run began",
             )
-        return Proof(
+        summary = (
             f"{threads} threads computed, and all {len(affinities)} of the process stayed on "
-            f"{_format_cores(self._bound)}",
-            threads=threads,
-            cores=sorted(self._bound),
+            f"{_format_cores(self._bound)}"
         )
+        return Proof(summary, threads=threads, cores=sorted(self._bound))
 
 
 def _bind(cores: set[int]) -> None:

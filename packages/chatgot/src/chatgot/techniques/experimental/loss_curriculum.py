@@ -18,18 +18,12 @@ from chatgot.techniques.wrapped_batches import WrappedBatches, same_tokens
 
 
 class LossCurriculumSettings(Section, frozen=True):
-    """How many candidates there are, and which candidates are trained.
+    """How many candidates there are, and which candidates are trained."""
 
-    Attributes
-    ----------
-    candidates : int
-        Batches that are drawn for each batch that is trained.
-    begin, end : float
-        The quantile of the candidates' losses where windows are chosen, in the first and in the last step: 0 is the
-        easiest, 1 the hardest. In between, the quantile changes linearly.
-    """
-
+    # Batches that are drawn for each batch that is trained.
     candidates: Annotated[int, Meta(ge=2, le=100)] = 2
+    # The quantile of the candidates' losses where windows are chosen, in the first and in the last step: 0 is the
+    # easiest, 1 the hardest. In between, the quantile changes linearly.
     begin: Annotated[float, Meta(ge=0, le=1)] = 0.0
     end: Annotated[float, Meta(ge=0, le=1)] = 1.0
 
@@ -44,7 +38,6 @@ class LossCurriculum(Technique):
     effect: ClassVar = "each candidate costs a forward pass, two candidates about 0.7 of a step: compare at equal time"
     reference: ClassVar = "arXiv 1511.06343"
     depends_on_steps: ClassVar = True
-    Settings: ClassVar = LossCurriculumSettings
     conflicts: ClassVar = {
         "pipeline-parallel": "no process has the full model, which the losses of the candidates need",
         "tensor-parallel": "the losses of the candidates need the head, which is sharded",

@@ -29,16 +29,11 @@ _MULTIPLE = 16
 
 
 class QuantisedForwardSettings(Section, frozen=True):
-    """The number format.
+    """The number format."""
 
-    Attributes
-    ----------
-    mode : str
-        ``"int8"``: inputs and weights are rounded to 255 levels, with a scale for each token and each output channel,
-        and multiplied in floating point. Any machine computes the loss of 8-bit integers, but not at their speed.
-        ``"float8"``: torchao computes the matmuls in float8, forward and backward.
-    """
-
+    # "int8": inputs and weights are rounded to 255 levels, with a scale for each token and each output channel, and
+    # multiplied in floating point. Any machine computes the loss of 8-bit integers, but not at their speed. "float8":
+    # torchao computes the matmuls in float8, forward and backward.
     mode: Literal["int8", "float8"] = "int8"
 
 
@@ -53,7 +48,6 @@ class QuantisedForward(Technique):
         "int8: slower, use it only to see the effect on the loss; float8: up to 1.3 times the speed for large models"
     )
     reference: ClassVar = "arXiv 1712.05877, arXiv 2209.05433; torchao.float8"
-    Settings: ClassVar = QuantisedForwardSettings
     settings: QuantisedForwardSettings
     conflicts: ClassVar = {"tensor-parallel": "the scale of a channel needs weights that other processes have"}
 
@@ -104,13 +98,11 @@ class QuantisedForward(Technique):
                 f"of {len(layers)} linear layers {len(layers) - near} did not return products of 8-bit integers"
             )
         from_plain, from_integers = (max(each) for each in zip(*distances.values(), strict=True))
-        return Proof(
+        summary = (
             f"{len(layers)} linear layers returned products of 8-bit integers, to within {from_integers:.0e}; they are "
-            f"up to {from_plain:.0e} off the unrounded products",
-            layers=len(layers),
-            distance=from_integers,
-            distance_of_plain=from_plain,
+            f"up to {from_plain:.0e} off the unrounded products"
         )
+        return Proof(summary, layers=len(layers), distance=from_integers, distance_of_plain=from_plain)
 
     def _verify_float8(self, run: StepState) -> Verification:
         layers = _linear_layers(run)

@@ -139,17 +139,11 @@ def _tiles(kept: Tensor, block: int, length: int) -> Tensor:
 
 
 class SparseAttentionSettings(Section, frozen=True):
-    """How many keys each query attends to.
+    """How many keys each query attends to."""
 
-    Attributes
-    ----------
-    block : int
-        Positions in a block of keys.
-    keep : int
-        Blocks that each position attends to: its own and ``keep - 1`` earlier ones.
-    """
-
+    # Positions in a block of keys.
     block: Count = 64
+    # Blocks that each position attends to: its own and keep - 1 earlier ones.
     keep: Count = 4
 
 
@@ -175,7 +169,6 @@ class SparseAttention(Technique):
     refuses_document_masks: ClassVar = (
         "its activity check expects every position to attend to as many blocks as the settings give"
     )
-    Settings: ClassVar = SparseAttentionSettings
     settings: SparseAttentionSettings
     conflicts: ClassVar = {
         "attention-kernel": "each replaces the attention kernel of the model",
@@ -210,11 +203,8 @@ class SparseAttention(Technique):
         if others:
             raise self.not_active(f"attention in {others} of {len(found)} blocks did not attend to {self._choice}")
         count, density = sum(map(len, found)), expected / (length * (length + 1) / 2)
-        return Proof(
-            f"{count} calls of attention attended to {density:.1%} of the earlier positions, {self._choice}",
-            attentions=count,
-            density=density,
-        )
+        summary = f"{count} calls of attention attended to {density:.1%} of the earlier positions, {self._choice}"
+        return Proof(summary, attentions=count, density=density)
 
     @property
     def _choice(self) -> str:
