@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from chatgot.config.config import Config
-from chatgot.memory import Activations, Ledger, evaluation_bytes, evaluation_rows, predict
+from chatgot.memory import Ledger, activations_of, evaluation_bytes, evaluation_rows, predict
 from chatgot.model.config import ModelConfig
 from chatgot.model.gpt import GPT
 from chatgot.optim.optimizers import build_optimizers
@@ -112,11 +112,13 @@ CASES = [case for case in itertools.product(MODELS, TECHNIQUES) if case != ("dro
 def test_activations_are_predicted_within_a_tenth(model: str, techniques: str) -> None:
     on = TECHNIQUES[techniques]
     config = with_model(**MODELS[model])
-    found = Activations(config.model, rows=config.loop.batch_size, on_cuda=False, effects=Stack.of(on).memory_effects())
+    found = activations_of(
+        config.model, rows=config.loop.batch_size, on_cuda=False, effects=Stack.of(on).memory_effects()
+    )
     config = config.changed({f"techniques.{name}": settings for name, settings in on.items()})
     # The loss keeps the logits and the targets.
-    loss = 4 * found.tokens * found.model.vocab_size + 8 * found.tokens
-    predicted = found.kept() + loss + predict(config, device="cpu").copies
+    loss = (4 * config.model.vocab_size + 8) * config.loop.batch_size * config.model.context_length
+    predicted = found.kept + loss + predict(config, device="cpu").copies
     assert predicted == pytest.approx(kept(config, on), rel=0.1)
 
 
@@ -195,7 +197,7 @@ class Held(TorchDispatchMode):
 def test_memory_of_an_evaluation_is_predicted_within_a_tenth(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chatgot.memory.LARGEST_TOKENS", 512)
     config = with_model(**MODELS[model])
-    rows = evaluation_rows(Activations(config.model, rows=8, on_cuda=False, effects=MemoryEffects()))
+    rows = evaluation_rows(activations_of(config.model, rows=8, on_cuda=False, effects=MemoryEffects()))
     tokens = torch.randint(config.model.vocab_size, (2, rows, config.model.context_length))
     network = GPT(config.model)
     with Held(network) as held:
@@ -214,11 +216,11 @@ def test_memory_of_an_evaluation_is_predicted_within_a_tenth(model: str, monkeyp
 )
 def test_evaluation_takes_no_more_memory_than_training(vocab_size: int, rows: int, expected: int) -> None:
     model = with_model(vocab_size=vocab_size).model
-    training = Activations(model, rows=rows, on_cuda=False, effects=MemoryEffects())
+    training = activations_of(model, rows=rows, on_cuda=False, effects=MemoryEffects())
     assert evaluation_rows(training) == expected
-    assert evaluation_bytes(model, expected) <= max(2**28, training.kept() + training.logits())
+    assert evaluation_bytes(model, expected) <= max(2**28, training.kept + training.logits)
     fused = MemoryEffects(loss_chunks=64)
-    huge = Activations(with_model(vocab_size=2_000_000).model, rows=1, on_cuda=False, effects=fused)
+    huge = activations_of(with_model(vocab_size=2_000_000).model, rows=1, on_cuda=False, effects=fused)
     assert evaluation_rows(huge) == 1
 
 

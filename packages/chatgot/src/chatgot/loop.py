@@ -11,8 +11,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 
 from chatgot.data.tokenizers.base import prompt_ids
 from chatgot.generate import generate
-from chatgot.memory import Activations, evaluation_rows
+from chatgot.memory import activations_of, evaluation_rows
 from chatgot.run.folder import METRIC
 from chatgot.run.monitor import profiled, settle, timed_step
 from chatgot.run.state import OpenRun
@@ -101,7 +100,7 @@ def train(
 
 def validation_loss(run: OpenRun) -> float:
     """Return the validation loss, of averaged weights if the run averages them; a collective, equal on all ranks."""
-    activations = Activations(
+    activations = activations_of(
         run.config.model,
         rows=max(1, run.config.loop.batch_size // run.micro_batches),
         on_cuda=run.device.type == "cuda",
@@ -121,6 +120,8 @@ class _Loop:
         self.listener = listener
         self.stop = stop
         self.saves: deque[tuple[int, PendingSave]] = deque()
+        # Proofs of techniques that have been reported.
+        self.proofs = len(run.techniques.proofs)
 
     def train(self, profile: int) -> TrainingSummary:
         run, first, reason = self.run, self.progress.step, self.end_reason()
@@ -131,8 +132,9 @@ class _Loop:
         # The profiler counts steps by calls of `profile_next_step`: every step makes one, profiled or not.
         with profiled(run, profile, written) as profile_next_step:
             while reason is None:
-                with timed_step(run), self.verified_techniques():
+                with timed_step(run), run.techniques.verified(run):
                     result = train_step(run)
+                self.report_proofs()
                 reason = self.follow_up(result)
                 profile_next_step()
         # A run has ended when its last checkpoint is durable.
@@ -183,16 +185,11 @@ class _Loop:
             others["gradient_norms"] = run.gradient_norms
         self.report("train", result.read() | run.speed.lap() | others)
 
-    @contextmanager
-    def verified_techniques(self) -> Iterator[None]:
-        """Verify in the first steps of a process that each technique has its effect, and report the proofs."""
+    def report_proofs(self) -> None:
         # Techniques add their proofs in order, so the new ones are the last.
-        proofs = self.run.techniques.proofs
-        known = len(proofs)
-        with self.run.techniques.verified(self.run):
-            yield
-        for name, proof in islice(proofs.items(), known, None):
+        for name, proof in islice(self.run.techniques.proofs.items(), self.proofs, None):
             self.report("technique", {"name": name, "seen": proof.summary, **proof.figures})
+        self.proofs = len(self.run.techniques.proofs)
 
     def update_range_test(self, figures: dict[str, float]) -> None:
         test = self.progress.range_test

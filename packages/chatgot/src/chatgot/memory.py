@@ -1,7 +1,7 @@
 """The predicted memory of training, in bytes, computed from shapes; see `packages/chatgot/tests/test_memory.py`."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -30,127 +30,96 @@ _LOW_BITS: dict[str, tuple[float, int, int]] = {"8": (1.0, 256, 256), "4": (0.5,
 LEAST_BYTES = 2**28
 
 
-@dataclass(frozen=True, slots=True)
-class Activations:
-    """The bytes that autograd keeps of one micro-batch of ``rows`` sequences, from the forward to the backward pass."""
+class Activations(NamedTuple):
+    """The bytes that autograd keeps of one micro-batch, from the forward to the backward pass."""
 
     model: ModelConfig
     rows: int
-    on_cuda: bool
-    effects: MemoryEffects
+    # Bytes of an element of a matmul operand.
+    width: int
+    # On the device, without the logits.
+    kept: int
+    # What exists in addition while activation checkpointing recomputes a block.
+    recomputed: int
+    # At the start of the backward pass.
+    logits: int
 
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.model.context_length
 
-    @property
-    def width(self) -> int:
-        """Bytes of an element of a matmul operand."""
-        return self.effects.element_bytes
+def activations_of(model: ModelConfig, *, rows: int, on_cuda: bool, effects: MemoryEffects) -> Activations:
+    tokens, width, features = rows * model.context_length, effects.element_bytes, model.d_model
+    # From here to the logits: bytes of a token.
+    norm = features + (2 if model.norm == "layernorm" else 1)
+    # torch has no fused RMSNorm for CPUs, and keeps the factor of the weights.
+    norm = _FLOAT * (norm + (features if model.norm == "rmsnorm" and not on_cuda else 0))
+    # A copy of the embeddings or of the output of a norm: both are float32.
+    shift = _FLOAT * features
+    # On a CPU, the mask is as wide as the values.
+    mask, first_mask = ((1 if on_cuda else each) * features if model.dropout else 0 for each in (width, _FLOAT))
+    hidden = (2 if model.gated else 1) * width * model.mlp_width
+    # The outputs of the norms; the projection of a gate makes another 16-bit copy.
+    returned = (3 if model.gated and width < _FLOAT else 2) * width * features
+    block = 2 * norm + returned + _attention(model, width, on_cuda, effects) + 2 * hidden + 2 * mask
+    block += 2 * shift if model.token_shift == "blocks" else 0
+    # Token ids, the final norm with its output, and the dropout of the embeddings.
+    kept = _INDEX + norm + width * features + first_mask + (shift if model.token_shift else 0)
+    every = effects.checkpoint_every
+    checkpointed = 0 if every is None else -(-model.n_layers // every)
+    kept += checkpointed * _checkpointed_block(model, width, effects) + (model.n_layers - checkpointed) * block
+    if effects.swaps_activations:
+        kept = min(kept, _BLOCKS_NOT_SWAPPED * block)
+    recomputed = 0 if every is None else block + hidden + _FLOAT * features
+    chunk = tokens if effects.loss_chunks is None else -(-tokens // effects.loss_chunks)
+    logits = _LOGITS_COPIES * _FLOAT * chunk * model.vocab_size
+    # In chunks, the gradients of features and head exist as well.
+    logits += 0 if effects.loss_chunks is None else _FLOAT * features * (tokens + model.vocab_size)
+    return Activations(model, rows, width, tokens * kept, tokens * recomputed, logits)
 
-    def kept(self) -> int:
-        """Return the bytes on the device, without the logits."""
-        model, every = self.model, self.effects.checkpoint_every
-        # Token ids, the final norm with its output, and the dropout of the embeddings.
-        kept = _INDEX * self.tokens + self._norm() + self.width * self.tokens * model.d_model + self._dropout(_FLOAT)
-        kept += self._shift() if model.token_shift else 0
-        checkpointed = 0 if every is None else -(-model.n_layers // every)
-        kept += checkpointed * self._checkpointed_block() + (model.n_layers - checkpointed) * self.block()
-        return min(kept, _BLOCKS_NOT_SWAPPED * self.block()) if self.effects.swaps_activations else kept
 
-    def recomputed(self) -> int:
-        if self.effects.checkpoint_every is None:
-            return 0
-        hidden = (2 if self.model.gated else 1) * self.width * self.model.mlp_width
-        return self.block() + self.tokens * (hidden + _FLOAT * self.model.d_model)
+def _attention(model: ModelConfig, width: int, on_cuda: bool, effects: MemoryEffects) -> int:
+    heads, keys = model.attention_width, model.n_kv_heads * model.head_size
+    # The output, and the copy of queries, keys and values that the convolution makes.
+    output = width * (4 * heads if model.convolution > 1 else heads)
+    # torch's fused kernel for CPUs does not support dropout: the math kernel, which keeps the scores, takes over.
+    if effects.attention_kernel == "math" or (model.dropout > 0 and not on_cuda):
+        # In float32: scaled queries and keys, values, softmax, the mask of dropout and its result.
+        scores = (3 if model.dropout else 1) * model.context_length * model.n_heads
+        return output + _FLOAT * (3 * heads + scores)
+    if effects.attention_kernel == "matmul":
+        # Queries, keys and values of every head, and queries and keys before their norms.
+        before = heads + 2 * keys if model.qk_norm else 0
+        return output + width * (before + 3 * heads + model.context_length * model.n_heads)
+    half, both = width < _FLOAT, heads + keys
+    # Rotation and norms make copies of queries and keys. Values are a part of a projection, which is kept whole.
+    copied = model.positions == "rotary" or model.qk_norm
+    kept = 3 * heads
+    if model.grouped:
+        # A norm in 32 bits keeps its input, and the second projection another 16-bit copy of its own.
+        kept = 2 * keys + (heads if half or model.qk_norm or not copied else 0)
+        kept += heads if half and not copied else 0
+    projected = width * (kept + (both if copied else 0))
+    if model.qk_norm:
+        # A copy in 32 bits, the normalised heads as in a norm of the block, and one factor for each head.
+        copies = (1 if half else 0) + (0 if on_cuda else 1)
+        projected += _FLOAT * (copies * both + both // model.head_size)
+    return output + projected + _FLOAT * model.n_heads
 
-    def block(self) -> int:
-        model = self.model
-        hidden = (4 if model.gated else 2) * self.width * self.tokens * model.mlp_width
-        # The outputs of the norms; the projection of a gate makes another 16-bit copy.
-        returned = (3 if model.gated and self.width < _FLOAT else 2) * self.width * self.tokens * model.d_model
-        shifts = 2 * self._shift() if model.token_shift == "blocks" else 0
-        return 2 * self._norm() + shifts + returned + self._attention() + hidden + 2 * self._dropout(self.width)
 
-    def logits(self) -> int:
-        model, chunks = self.model, self.effects.loss_chunks
-        # At the start of the backward pass: their log-softmax, and the gradient twice.
-        if chunks is None:
-            return _LOGITS_COPIES * _FLOAT * self.tokens * model.vocab_size
-        gradients = _FLOAT * model.d_model * (self.tokens + model.vocab_size)
-        return gradients + _LOGITS_COPIES * _FLOAT * -(-self.tokens // chunks) * model.vocab_size
-
-    def _norm(self) -> int:
-        model = self.model
-        kept = model.d_model + (2 if model.norm == "layernorm" else 1)
-        # torch has no fused RMSNorm for CPUs, and keeps the factor of the weights.
-        kept += model.d_model if model.norm == "rmsnorm" and not self.on_cuda else 0
-        return _FLOAT * self.tokens * kept
-
-    def _shift(self) -> int:
-        # A copy of the embeddings or of the output of a norm: both are float32.
-        return _FLOAT * self.tokens * self.model.d_model
-
-    def _dropout(self, width: int) -> int:
-        if not self.model.dropout:
-            return 0
-        # On a CPU, the mask is as wide as the values.
-        return (1 if self.on_cuda else width) * self.tokens * self.model.d_model
-
-    def _attention(self) -> int:
-        model, tokens, kernel = self.model, self.tokens, self.effects.attention_kernel
-        heads = model.attention_width
-        output = self.width * tokens * heads
-        # The convolution makes a copy of queries, keys and values.
-        output += self.width * tokens * 3 * heads if model.convolution > 1 else 0
-        # torch's fused kernel for CPUs does not support dropout: the math kernel, which keeps the scores, takes over.
-        if kernel == "math" or (model.dropout > 0 and not self.on_cuda):
-            # In float32: scaled queries and keys, values, softmax, the mask of dropout and its result.
-            scores = (3 if model.dropout else 1) * model.context_length * model.n_heads
-            return output + _FLOAT * tokens * (3 * heads + scores)
-        if kernel == "matmul":
-            # Queries, keys and values of every head, and queries and keys before their norms.
-            before = heads + 2 * model.n_kv_heads * model.head_size if model.qk_norm else 0
-            return output + self.width * tokens * (before + 3 * heads + model.context_length * model.n_heads)
-        return output + tokens * (self._projected() + _FLOAT * model.n_heads)
-
-    def _projected(self) -> int:
-        model, half = self.model, self.width < _FLOAT
-        heads = model.attention_width
-        key_width = model.n_kv_heads * model.head_size
-        both = heads + key_width
-        # Rotation and norms make copies of queries and keys. Values are a part of a projection, which is kept whole.
-        copied = model.positions == "rotary" or model.qk_norm
-        kept = 3 * heads
-        if model.grouped:
-            # A norm in 32 bits keeps its input, and the second projection another 16-bit copy of its own.
-            kept = 2 * key_width + (heads if half or model.qk_norm or not copied else 0)
-            kept += heads if half and not copied else 0
-        found = self.width * (kept + (both if copied else 0))
-        if model.qk_norm:
-            # A copy in 32 bits, the normalised heads (see `_norm`), and one factor for each head.
-            copies = (1 if half else 0) + (0 if self.on_cuda else 1)
-            found += _FLOAT * (copies * both + both // model.head_size)
-        return found
-
-    def _checkpointed_block(self) -> int:
-        model = self.model
-        kept = _FLOAT * self.tokens * model.d_model
-        if not self.effects.keeps_matmuls:
-            return kept
-        projected = model.attention_width + 2 * model.n_kv_heads * model.head_size
-        # The output of attention, and the outputs of the two projections to the residual stream.
-        matmuls = projected + model.attention_width + 2 * model.d_model + (2 if model.gated else 1) * model.mlp_width
-        return kept + self.tokens * (self.width * matmuls + _FLOAT * model.n_heads)
+def _checkpointed_block(model: ModelConfig, width: int, effects: MemoryEffects) -> int:
+    kept = _FLOAT * model.d_model
+    if not effects.keeps_matmuls:
+        return kept
+    projected = model.attention_width + 2 * model.n_kv_heads * model.head_size
+    # The output of attention, and the outputs of the two projections to the residual stream.
+    matmuls = projected + model.attention_width + 2 * model.d_model + (2 if model.gated else 1) * model.mlp_width
+    return kept + width * matmuls + _FLOAT * model.n_heads
 
 
 def evaluation_rows(training: Activations) -> int:
     """Return how many windows to evaluate at once, in no more memory than one micro-batch of training takes."""
     # From the settings alone, so that a resumed run evaluates the same batches.
-    budget = max(LEAST_BYTES, training.kept() + training.logits())
-    tokens = max(LARGEST_TOKENS, training.tokens)
+    budget, length = max(LEAST_BYTES, training.kept + training.logits), training.model.context_length
     row = evaluation_bytes(training.model, 1, width=training.width)
-    return max(1, min(budget // row, tokens // training.model.context_length))
+    return max(1, min(budget // row, max(LARGEST_TOKENS // length, training.rows)))
 
 
 def evaluation_bytes(model: ModelConfig, rows: int, *, width: int = _FLOAT) -> int:
@@ -232,7 +201,7 @@ def predict(config: Config, *, device: str) -> Ledger:
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     parameters = _FLOAT * sum(each.numel() for each in model.parameters())
     rows = -(-config.loop.batch_size // effects.micro_batches)
-    activations = Activations(config.model, rows=rows, on_cuda=on_cuda, effects=effects)
+    activations = activations_of(config.model, rows=rows, on_cuda=on_cuda, effects=effects)
     # The 16-bit copies of all weights of matmuls are made for each micro-batch; a tied weight counts once.
     linear = {id(each.weight): 2 * each.weight.numel() for each in model.modules() if isinstance(each, nn.Linear)}
     return Ledger(
@@ -241,9 +210,9 @@ def predict(config: Config, *, device: str) -> Ledger:
         optimizer=sum(_state_bytes(config, name, each, effects, on_cuda) for name, each in trained.items()),
         average=parameters if config.ema.decay else 0,
         copies=sum(linear.values()) if activations.width < _FLOAT else 0,
-        activations=activations.kept(),
-        recomputed=activations.recomputed(),
-        logits=activations.logits(),
+        activations=activations.kept,
+        recomputed=activations.recomputed,
+        logits=activations.logits,
         update=_update(config, trained, effects, device),
         evaluation=evaluation_bytes(config.model, evaluation_rows(activations), width=activations.width),
         accumulated=config.loop.gradient_accumulation_steps * effects.micro_batches > 1,

@@ -178,23 +178,14 @@ def check_data(config: Config, dataset: Dataset, techniques: Stack) -> None:
         if each.refuses_conversations is not None and not is_text:
             remedy = f"turn it off: --{TECHNIQUES}{each.name} off"
             raise UsageError(f"{each.name} {each.refuses_conversations}", path=dataset.path, remedy=remedy)
-    if config.data.mask_documents:
-        _check_masking(config, dataset, techniques)
-
-
-def _check_masking(config: Config, dataset: Dataset, techniques: Stack) -> None:
+    if not config.data.mask_documents:
+        return
     if dataset.description["splits"][TRAIN]["documents"] is None:
         raise UsageError(
             "data.mask_documents is true, and the text is one stream without documents",
             path=dataset.path,
             remedy="prepare a folder of files, .jsonl or a table, or leave data.mask_documents out",
         )
-    for each in techniques.techniques:
-        if each.refuses_document_masks is not None:
-            raise UsageError(
-                f"data.mask_documents is true, and {each.name} is on: {each.refuses_document_masks}",
-                remedy="leave one of them out",
-            )
     # Both mix features of neighbouring positions, also across the end of a document.
     if config.model.token_shift or config.model.convolution > 1:
         mixing = "token_shift" if config.model.token_shift else "convolution"

@@ -138,9 +138,7 @@ class RunFolder:
 
     @classmethod
     def at(cls, address: PathLike) -> "tuple[RunFolder, str | None]":
-        """Return the run at the address of its folder, its checkpoints or one step, and the step; UsageError if
-        malformed.
-        """
+        """Return the run at the address of its folder, its checkpoints or one step, and the step."""
         place, step = split_address(address)
         folder = cls(place)
         if not folder.exists() and folder.path.name == CHECKPOINTS:
@@ -205,7 +203,13 @@ class RunFolder:
             record = msgspec.convert(_with_current_names(values), prepared(RunRecord), strict=False)
         except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             raise CorruptCheckpointError(f"is damaged ({error})", path=path) from error
-        return record if record.identity else msgspec.structs.replace(record, identity=_earlier_identity(record))
+        if record.identity:
+            return record
+        # Without an identity, as in earlier versions; it is stored when the run resumes.
+        start = [record.config.as_dict(), record.data.fingerprint, record.started, record.environment]
+        # Sorted, so that the identity does not depend on the order of keys.
+        identity = checksummed_json.digest(msgspec.json.encode(start, order="sorted"))
+        return msgspec.structs.replace(record, identity=identity)
 
     def start(
         self,
@@ -293,22 +297,13 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _earlier_identity(record: RunRecord) -> str:
-    """Return an identity for a record without one; it is stored when the run resumes."""
-    start = [record.config.as_dict(), record.data.fingerprint, record.started, record.environment]
-    # Sorted, so that the identity does not depend on the order of keys.
-    return checksummed_json.digest(msgspec.json.encode(start, order="sorted"))
-
-
 def _git() -> GitState | None:
+    commands = ("git", "rev-parse", "HEAD"), ("git", "status", "--porcelain")
     try:
-        commit = _output_of("git", "rev-parse", "HEAD")
-        return GitState(commit=commit.strip(), changed=bool(_output_of("git", "status", "--porcelain").strip()))
+        commit, changes = (
+            subprocess.run(each, capture_output=True, check=True, timeout=10).stdout for each in commands
+        )
     except (OSError, subprocess.SubprocessError):
         # No git, or no repository here.
         return None
-
-
-def _output_of(*command: str) -> str:
-    # File names need not be valid text.
-    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True, timeout=10).stdout
+    return GitState(commit=commit.decode().strip(), changed=bool(changes.strip()))

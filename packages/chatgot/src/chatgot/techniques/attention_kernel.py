@@ -92,6 +92,7 @@ class AttentionKernel(Technique):
         "flash: memory linear in the context and several times the speed of math; torch often chooses it already"
     )
     reference: ClassVar = "Dao, arXiv 2307.08691; torch.nn.attention"
+    refuses_document_masks: ClassVar = "masked documents need a kernel that takes a mask, which is chosen by the device"
     settings: AttentionKernelSettings
 
     _dtype: torch.dtype | None = None
@@ -110,12 +111,6 @@ class AttentionKernel(Technique):
     def configure(self, config: Config) -> Config:
         """Check that the kernel can compute with this configuration; choose one for ``"auto"``, and store it."""
         device = chosen_device(config.loop.device)
-        if config.data.mask_documents:
-            raise UsageError(
-                "data.mask_documents is true, and attention-kernel is on: masked documents need a kernel that takes a "
-                "mask, which is chosen by the device",
-                remedy="leave attention-kernel out, or set data.mask_documents to false",
-            )
         mixed = config.techniques.get("mixed-precision")
         if self.settings.kernel == "auto":
             self.settings = AttentionKernelSettings(kernel=_best_kernel(Machine(device), config))
@@ -172,16 +167,17 @@ class AttentionKernel(Technique):
     def verify(self, run: StepState) -> Verification:
         projections, requested = [each.out for each in run.model.attentions], self.settings.kernel
         # In the graph, fa3 looks like the kernel that it replaces.
-        expected, operators = "flash" if requested == "fa3" else requested, Counter[str]()
-        kernels: Counter[str] = Counter()
+        expected, kernels = "flash" if requested == "fa3" else requested, Counter[str]()
         with (
             observe_inputs(projections, lambda module, attended: kernels.update([_kernel_of(attended)])),
             self._reasons_in_error(),
-            _counted(operators) if requested == "fa3" else nullcontext(),
+            # The profiler also sees operators that other operators call.
+            profile(activities=[ProfilerActivity.CPU]) if requested == "fa3" else nullcontext() as profiler,
         ):
             yield
-        count, of_fa3 = kernels[expected], operators[_FA3_OPERATOR]
-        if set(kernels) == {expected} and requested == "fa3" and of_fa3 < count:
+        count = kernels[expected]
+        of_fa3 = count if profiler is None else sum(each.name == _FA3_OPERATOR for each in profiler.events())
+        if set(kernels) == {expected} and of_fa3 < count:
             raise self.not_active(f"of {count} calls of attention, FlashAttention-3 computed {of_fa3}", "leave it out")
         if set(kernels) != {expected}:
             found = ", ".join(f"{kernel} ({count})" for kernel, count in kernels.items()) or "none"
@@ -232,14 +228,6 @@ def _best_kernel(machine: Machine, config: Config) -> _Kernel:
     if machine.capability < _HOPPER or torch.version.hip is not None:
         return "flash"
     return "fa3" if _missing_fa3(machine) is None and not config.model.dropout else "cudnn"
-
-
-@contextmanager
-def _counted(operators: Counter[str]) -> Iterator[None]:
-    # The profiler also sees operators that other operators call.
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        yield
-    operators.update(each.name for each in profiler.events())
 
 
 def _fixed_kernel(backend: SDPBackend, dtype: torch.dtype | None) -> AttentionFunction:

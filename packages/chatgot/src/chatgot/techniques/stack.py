@@ -60,8 +60,13 @@ class Stack:
             )
 
     def configure(self, config: Config) -> Config:
-        # Each technique sees the configuration of the earlier ones.
         for each in self.techniques:
+            if config.data.mask_documents and each.refuses_document_masks is not None:
+                raise UsageError(
+                    f"data.mask_documents is true, and {each.name} is on: {each.refuses_document_masks}",
+                    remedy=f"leave {each.name} out, or set data.mask_documents to false",
+                )
+            # Each technique sees the configuration of the earlier ones.
             config = each.configure(config)
         return config
 
