@@ -6,13 +6,12 @@ over bench, and bench over bench, which is what two measurements of the same thi
 has to contain 1, or to lie within the second.
 """
 
-import math
 import random
 import subprocess
 import sys
 from pathlib import Path
 
-from figures import parser_of, write_samples
+from figures import compared, note, parser_of, write_samples
 from tensorkeep.checkpoint.saving import save
 from tensorkeep.units import format_seconds
 from tensorkeep_bench.checkpoint.models import build
@@ -20,7 +19,6 @@ from tensorkeep_bench.checkpoint.workload import SEED
 from tensorkeep_bench.results import Limits
 from tensorkeep_bench.run.cell import run_cell
 from tensorkeep_bench.run.runner import scratch_folder
-from tensorkeep_bench.statistics import compare
 from tensorkeep_bench.workload import Task
 
 _BY_HAND = "by hand"
@@ -50,7 +48,6 @@ print(seconds)
 
 
 def main() -> int:
-    """Measure, print, write."""
     parser = parser_of(__doc__, rounds=15, folder="a folder on the disk to measure")
     parser.add_argument("--model", default="openllama-3b:layers=6:bfloat16")
     options = parser.parse_args()
@@ -65,7 +62,7 @@ def main() -> int:
                 measure = _by_hand if method == _BY_HAND else _bench
                 seconds = measure(tool, source, scratch / "cell")
                 samples.setdefault(tool, {}).setdefault(method, []).append(seconds)
-                print(f"{number + 1}: {tool}, {method}: {format_seconds(seconds)}", file=sys.stderr)
+                note(f"{number + 1}: {tool}, {method}: {format_seconds(seconds)}")
     ratios = {
         tool: {method: _ratio(found[_METHODS[0]], found[method]) for method in _METHODS[1:]}
         for tool, found in samples.items()
@@ -96,8 +93,8 @@ def _by_hand(tool: str, source: Path, folder: Path) -> float:
 
 
 def _ratio(bench: list[float], other: list[float]) -> dict[str, float | None]:
-    compared = compare([math.log(after / before) for before, after in zip(bench, other, strict=True)])
-    return {"gain": compared.gain, "low": compared.low, "high": compared.high, "p": compared.p}
+    found = compared(other, bench)
+    return {"gain": found.gain, "low": found.low, "high": found.high, "p": found.p}
 
 
 if __name__ == "__main__":

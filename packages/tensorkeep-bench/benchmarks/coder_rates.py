@@ -56,7 +56,6 @@ class Round:
 
 
 def main() -> int:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))

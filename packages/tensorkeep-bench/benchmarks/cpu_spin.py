@@ -11,16 +11,15 @@ better one of libgomp's default and ``OMP_WAIT_POLICY=PASSIVE`` in the same stat
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from chatgot.data.prepare import prepare
-from figures import busy_processes, parser_of, write_samples
+from figures import busy_processes, note, parser_of, write_samples
+from recipes import train_run
 
 _DEFAULT_OF_LIBGOMP = "300000"
 """The spin count of libgomp without OMP_WAIT_POLICY; it is given, because `tensorkeep train` controls it otherwise."""
@@ -39,7 +38,6 @@ Rates = dict[str, dict[str, list[float]]]
 
 
 def main() -> int:
-    """Measure, print, write."""
     options = _options()
     rates: Rates = {state: {arm: [] for arm in ARMS} for state in STATES}
     with tempfile.TemporaryDirectory(prefix="tensorkeep-bench-") as folder:
@@ -50,9 +48,9 @@ def main() -> int:
             for arm in list(ARMS)[:: 1 if number % 2 == 0 else -1]:
                 for state in STATES:
                     with busy_processes(options.busy if state == "busy" else 0):
-                        rate = _trained(arm, data, Path(folder) / f"{state}-{arm}-{number}", options.steps)
+                        rate = _trained(arm, data, Path(folder), options.steps)
                     rates[state][arm].append(rate)
-                    print(f"round {number + 1}, {state}, {arm}: {rate:,.0f} tokens/s", file=sys.stderr)
+                    note(f"round {number + 1}, {state}, {arm}: {rate:,.0f} tokens/s")
     _print(rates)
     command = f"cpu_spin.py --rounds {options.rounds} --steps {options.steps} --busy {options.busy}"
     write_samples(options.out, command, arms=ARMS, unit="tokens per second", rates=rates, ratios=ratios(rates))
@@ -69,15 +67,11 @@ def _options() -> argparse.Namespace:
 
 def _trained(arm: str, data: Path, folder: Path, steps: int) -> float:
     """Return the tokens per second of training, without the first step."""
-    words = ["shakespeare-char-cpu", "--data", str(data), "--out", str(folder), "--loop.steps", str(steps)]
-    words += ["--loop.device", "cpu", "--eval.every", "0", "--eval.batches", "1", "--checkpoint.every", "0", "--json"]
+    words = ["shakespeare-char-cpu", "--loop.steps", str(steps), "--checkpoint.every", "0"]
+    words += ["--eval.every", "0", "--eval.batches", "1"]
     ours = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")
     environment = {name: value for name, value in os.environ.items() if name not in ours} | ARMS[arm]
-    line = [sys.executable, "-m", "tensorkeep", "train", *words]
-    ended = subprocess.run(line, capture_output=True, text=True, env=environment)
-    if ended.returncode:
-        raise RuntimeError(f"{arm} ended with {ended.returncode}:\n{ended.stderr}")
-    return float(json.loads(ended.stdout)["tokens_per_second"])
+    return float(train_run(words, data, folder, environment)["tokens_per_second"])
 
 
 def ratios(rates: Rates) -> dict[str, dict[str, float]]:

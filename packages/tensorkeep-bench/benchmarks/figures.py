@@ -1,11 +1,14 @@
-"""What the benchmarks share: figures with bounds, the file of samples, options, and busy processes."""
+"""What the benchmarks share: figures with bounds, the file of samples, options, processes, steps of training."""
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -14,6 +17,8 @@ from typing import Any
 
 from tensorkeep import machine
 from tensorkeep.cli.text import Table
+from tensorkeep.units import parse_bytes
+from tensorkeep_bench.statistics import Comparison, compare
 
 Samples = dict[str, list[float]]
 """Samples by name, round by round."""
@@ -54,9 +59,13 @@ def median_line(
     what: str, bound: float | None, found: Sequence[float], *, unit: str = "x", at_most: bool = False
 ) -> Line:
     """Return the median and the range of some samples as a figure; without samples it was not measured."""
-    if not found:
-        return Line(what, bound, None, unit=unit, at_most=at_most)
-    return Line(what, bound, statistics.median(found), min(found), max(found), unit, at_most)
+    spread = (statistics.median(found), min(found), max(found)) if found else (None, None, None)
+    return Line(what, bound, *spread, unit, at_most)
+
+
+def compared(above: Sequence[float], below: Sequence[float]) -> Comparison:
+    """Return the mean ratio of two figures of the same rounds, and its 95% interval."""
+    return compare([math.log(a / b) for a, b in zip(above, below, strict=True)])
 
 
 def ratios(samples: Mapping[str, Sequence[float]], above: str, below: str) -> tuple[float, float, float]:
@@ -71,15 +80,52 @@ def show(lines: Sequence[Line]) -> int:
     return 0 if all(line.reached for line in lines) else 1
 
 
-def parser_of(doc: str | None, *, rounds: int | None = None, folder: str = "") -> argparse.ArgumentParser:
-    """Return a parser with the options ``--out`` and, if they are given here, ``--rounds`` and ``--dir``."""
+def parser_of(
+    doc: str | None,
+    *,
+    rounds: int | None = None,
+    folder: str = "",
+    size: str = "",
+    parts: "Mapping[str, Part] | None" = None,
+) -> argparse.ArgumentParser:
+    """Return a parser with the option ``--out`` and the options that have a value here."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n", 1)[0])
     if rounds is not None:
-        parser.add_argument("--rounds", type=int, default=rounds)
+        parser.add_argument("--rounds", type=positive, default=rounds)
     if folder:
         parser.add_argument("--dir", type=Path, default=Path(), help=folder)
+    if size:
+        parser.add_argument("--size", type=parse_bytes, default=size, help="about this many bytes of bfloat16 weights")
+    if parts:
+        parser.add_argument("--only", nargs="*", choices=list(parts), default=list(parts))
     parser.add_argument("--out", type=Path, help="the JSON file to write, with every raw sample")
     return parser
+
+
+def positive(text: str) -> int:
+    """Return the number of an option that takes 1 or more."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("takes 1 or more")
+    return number
+
+
+Part = tuple[Callable[[Path, argparse.Namespace], Any], Callable[[Any], Iterator[Line]]]
+"""One part of a benchmark: what measures it in a folder and returns samples, and what makes figures of the samples."""
+
+
+def run_parts(script: str, parts: Mapping[str, Part], options: argparse.Namespace) -> int:
+    """Measure the parts that are asked for, print and write; return the exit code."""
+    samples: dict[str, Any] = {}
+    lines: list[Line] = []
+    for name in options.only:
+        note(name)
+        measure, lines_of = parts[name]
+        with tempfile.TemporaryDirectory(prefix="tensorkeep-bench-", dir=options.dir) as folder:
+            samples[name] = measure(Path(folder), options)
+        lines += lines_of(samples[name])
+    command = f"{script} --size {options.size} --rounds {options.rounds}"
+    write_samples(options.out, command, folder=options.dir, lines=lines, samples=samples)
+    return show(lines)
 
 
 def write_samples(
@@ -119,3 +165,72 @@ def busy_processes(count: int) -> Iterator[None]:
         for process in processes:
             process.kill()
             process.wait()
+
+
+class Worker:
+    """A process that answers each line of its input with a line of JSON; its first answer says that it is ready."""
+
+    def __init__(self, *command: str, **options: Any) -> None:
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
+
+    def send(self, request: object = None) -> None:
+        """Let the process do something."""
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        """Wait for the next answer; SystemExit if the process has failed."""
+        for line in self.process.stdout or ():
+            # Libraries print lines of their own.
+            if line[0] in "{[":
+                return json.loads(line)
+        raise SystemExit(f"a process has failed, see above: {self.process.args}")
+
+    def ask(self, request: object = None) -> Any:
+        """Let the process do something, and return its answer."""
+        self.send(request)
+        return self.answer()
+
+    def close(self) -> None:
+        """End the input of the process, and wait until it has ended."""
+        self.process.communicate()
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Return the seconds of a call."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def training_step(width: int = 512, batch: int = 256, **options: Any) -> Callable[[], None]:
+    """Return a training step of a stack of layers on the CPU; ``options`` are those of AdamW."""
+    import torch
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    inputs = torch.randn(batch, width)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def median_step(
+    step: Callable[[], None],
+    busy: Callable[[], bool],
+    seconds: Callable[[Callable[[], object]], float] = seconds_of,
+) -> float:
+    """Return the median seconds of the steps that are made while something is busy, at least five."""
+    found = []
+    while busy() or len(found) < 5:
+        found.append(seconds(step))
+    return statistics.median(found)
+
+
+def for_seconds(duration: float) -> Callable[[], bool]:
+    """Return a function that returns True for so many seconds."""
+    end = time.perf_counter() + duration
+    return lambda: time.perf_counter() < end

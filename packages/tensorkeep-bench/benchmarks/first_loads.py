@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from figures import busy_processes, parser_of, write_samples
+from figures import busy_processes, parser_of, ratios, write_samples
 from tensorkeep.cli.text import Table
 from tensorkeep.units import format_bytes, parse_bytes
 
@@ -48,7 +48,6 @@ _MADV_POPULATE_WRITE = 23
 
 
 def main() -> int:
-    """Measure, print, write; return the exit code."""
     options = _options()
     if options.worker:
         print(measure(options.worker, options.dir))
@@ -62,7 +61,7 @@ def main() -> int:
                 samples = _rounds(state, Path(folder), tools, options.rounds)
                 results.append({"spec": spec, "bytes": nbytes, "state": name, "seconds": samples})
                 _print(results[-1])
-    missed = sum(ratio > bound for result in results for _, _, ratio, bound in ratios(result))
+    missed = sum(ratio > bound for result in results for _, _, ratio, bound in bounded(result))
     command = f"first_loads.py --rounds {options.rounds} --sizes {' '.join(options.sizes)}"
     write_samples(options.out, command, results=results)
     return 1 if missed else 0
@@ -100,6 +99,7 @@ def measure(tool: str, folder: Path) -> float:
 
     from tensorkeep import load as tensorkeep_load
     from tensorkeep import open as tensorkeep_open
+    from tensorkeep_bench.checkpoint.files import warm
 
     def load() -> Any:
         if tool == "torch":
@@ -121,21 +121,13 @@ def measure(tool: str, folder: Path) -> float:
             existing = {name: torch.full(lazy.shape, 1, dtype=lazy.dtype) for name, lazy in checkpoint.items()}
     read = {"torch": ["weights.pt"], "lossless": ["lossless"], "raw": ["raw"], "into": ["raw"]}
     for name in read.get(tool, ["raw"] if tool.startswith("mmap") else ["weights.safetensors"]):
-        _read_once(folder / name)
+        warm(folder / name)
     started = time.perf_counter()
     loaded = load()
     if tool.endswith("used"):
         for tensor in loaded.values():
             tensor.view(torch.int64).sum()
     return time.perf_counter() - started
-
-
-def _read_once(path: Path) -> None:
-    buffer = bytearray(1 << 20)
-    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-        with open(file, "rb", buffering=0) as stream:
-            while stream.readinto(buffer):
-                pass
 
 
 def _settle(folder: Path) -> None:
@@ -173,23 +165,21 @@ def _rounds(state: State, folder: Path, tools: tuple[str, ...], rounds: int) -> 
     return samples
 
 
-def ratios(result: dict[str, Any]) -> Iterator[tuple[str, str, float, float]]:
+def bounded(result: dict[str, Any]) -> Iterator[tuple[str, str, float, float]]:
     """Yield each bound with the median of its ratios within the rounds: tool, other tool, ratio, bound."""
     for tool, other, bound in BOUNDS:
-        if tool not in result["seconds"]:
-            continue
-        pairs = zip(result["seconds"][tool], result["seconds"][other], strict=True)
-        yield tool, other, statistics.median(mine / theirs for mine, theirs in pairs), bound
+        if tool in result["seconds"]:
+            yield tool, other, ratios(result["seconds"], tool, other)[0], bound
 
 
 def _print(result: dict[str, Any]) -> None:
     print(f"\n{result['spec']}, {format_bytes(result['bytes'])}, {result['state']}: seconds of the first load\n")
     rows = [
-        (TOOLS[tool], *(f"{value:.4f}" for value in (statistics.median(seconds), min(seconds), max(seconds))))
+        (TOOLS[tool], *(f"{each(seconds):.4f}" for each in (statistics.median, min, max)))
         for tool, seconds in result["seconds"].items()
     ]
     Table(("", ">median", ">least", ">most"), rows).show()
-    for tool, other, ratio, bound in ratios(result):
+    for tool, other, ratio, bound in bounded(result):
         verdict = "PASS" if ratio <= bound else "MISS"
         print(f"{verdict}  {TOOLS[tool]}: {ratio:.2f}x the time of {TOOLS[other]} (<= {bound}x)")
 

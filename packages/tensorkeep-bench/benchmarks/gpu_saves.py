@@ -10,7 +10,6 @@ goes to the file with its environment; the table has ratios to Tensorkeep in the
 """
 
 import random
-import shutil
 import statistics
 import sys
 import tempfile
@@ -28,9 +27,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import tensorkeep
-from figures import parser_of, write_samples
+from figures import for_seconds, median_step, parser_of, ratios, seconds_of, training_step, write_samples
 from tensorkeep.cli.text import Table
-from tensorkeep.units import format_seconds, parse_bytes
+from tensorkeep.units import format_seconds
 from tensorkeep_bench.checkpoint.files import remove, sync_tree, warm
 from tensorkeep_bench.checkpoint.models import build, spec_of_size
 
@@ -42,24 +41,20 @@ Samples = dict[str, dict[str, list[float]]]
 
 
 def main() -> int:
-    """Measure, print, write."""
-    parser = parser_of(__doc__, rounds=5, folder="a folder on the disk to measure")
-    parser.add_argument("--size", type=parse_bytes, default="2GB")
+    parser = parser_of(__doc__, rounds=5, folder="a folder on the disk to measure", size="2GB")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is .*", category=UserWarning)
     device, order = torch.device(options.device), random.Random(SEED)
     state = {name: tensor.to(device) for name, tensor in build(spec_of_size(options.size), seed=SEED).items()}
     nbytes = sum(each.nbytes for each in state.values())
-    folder = Path(tempfile.mkdtemp(prefix="tensorkeep-bench-", dir=options.dir))
     samples: Samples = defaultdict(lambda: defaultdict(list))
     failed: dict[str, str] = {}
-    try:
+    with tempfile.TemporaryDirectory(prefix="tensorkeep-bench-", dir=options.dir) as place:
+        folder = Path(place)
         saves_and_loads(state, folder, options.rounds, order, samples)
         blocked(state, folder, options.rounds, order, samples, failed)
-        steps(state, folder, options.rounds, order, samples)
-    finally:
-        shutil.rmtree(folder)
+        steps(state, folder, options.rounds, samples)
     print(f"{nbytes:,} bytes on {device}; medians of {options.rounds} rounds")
     Table(("", "tool", ">median", ">ratio to tensorkeep", ">spread"), rows(samples)).show()
     for name, error in failed.items():
@@ -75,20 +70,16 @@ def rows(samples: Samples) -> list[tuple[str, ...]]:
     for figure, tools in samples.items():
         first = next(iter(tools))
         for tool, seconds in tools.items():
-            ratios = [theirs / ours for theirs, ours in zip(seconds, tools[first], strict=True)]
-            spread = f"{min(ratios):.2f} - {max(ratios):.2f}"
-            median = format_seconds(statistics.median(seconds))
-            found.append((figure, tool, median, f"{statistics.median(ratios):.2f}", spread))
+            median, low, high = ratios(tools, tool, first)
+            spread = f"{low:.2f} - {high:.2f}"
+            found.append((figure, tool, format_seconds(statistics.median(seconds)), f"{median:.2f}", spread))
     return found
 
 
-def seconds_of(call: Callable[[], object]) -> float:
+def seconds_on_device(call: Callable[[], object]) -> float:
     """Return the seconds of a call, with what it started on the device."""
     synchronize()
-    begin = time.perf_counter()
-    call()
-    synchronize()
-    return time.perf_counter() - begin
+    return seconds_of(lambda: (call(), synchronize()))
 
 
 def synchronize() -> None:
@@ -144,12 +135,14 @@ def saves_and_loads(state: State, folder: Path, rounds: int, order: random.Rando
         for name in shuffled(saves, order):
             path, save = saves[name]
             remove(path)
-            kept["save"][name].append(seconds_of(save))
+            kept["save"][name].append(seconds_on_device(save))
         for name in shuffled(new, order):
             path, load = new[name]
             warm(path)
             found: list[State] = []
-            kept["load, new tensors"][name].append(seconds_of(lambda load=load, found=found: found.append(load())))
+            kept["load, new tensors"][name].append(
+                seconds_on_device(lambda load=load, found=found: found.append(load()))
+            )
             check(found[0], state)
             del found
         for name in shuffled(existing, order):
@@ -157,7 +150,7 @@ def saves_and_loads(state: State, folder: Path, rounds: int, order: random.Rando
             warm(path)
             for each in into.values():
                 each.zero_()
-            kept["load, existing tensors"][name].append(seconds_of(fill))
+            kept["load, existing tensors"][name].append(seconds_on_device(fill))
             check(into, state)
         sort_first(kept, OURS)
 
@@ -198,13 +191,14 @@ def blocked(
         return held
 
     def copy() -> float:
-        return seconds_of(lambda: [host[name].copy_(each, non_blocking=True) for name, each in state.items()])
+        return seconds_on_device(lambda: [host[name].copy_(each, non_blocking=True) for name, each in state.items()])
 
-    measured: dict[str, Callable[[], float]] = {OURS: ours, "copy to pinned memory": copy}
-    measured |= {
-        "copy to new memory": lambda: seconds_of(lambda: [each.to("cpu", copy=True) for each in state.values()])
+    measured: dict[str, Callable[[], float]] = {
+        OURS: ours,
+        "copy to pinned memory": copy,
+        "copy to new memory": lambda: seconds_on_device(lambda: [each.to("cpu", copy=True) for each in state.values()]),
+        **{name: partial(theirs, stager) for name, stager in stagers.items()},
     }
-    measured |= {name: partial(theirs, stager) for name, stager in stagers.items()}
     for number in range(rounds + 1):
         for name in shuffled(measured, order):
             synchronize()
@@ -223,31 +217,18 @@ def blocked(
     sort_first(samples, OURS)
 
 
-def steps(state: State, folder: Path, rounds: int, order: random.Random, samples: Samples) -> None:
+def steps(state: State, folder: Path, rounds: int, samples: Samples) -> None:
     """Measure steps of a model on the device alone, and beside a save of the state in the background."""
     device = next(iter(state.values())).device
     width = 4096 if device.type == "cuda" else 256
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8))).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    inputs = torch.randn(width, width, device=device)
+    with device:
+        step = training_step(width, width, fused=True)
     manager = tensorkeep.CheckpointManager(folder / "steps", keep_last=1)
 
-    def step() -> None:
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-
-    def steps_while(busy: Callable[[], bool]) -> float:
-        found = []
-        while busy() or len(found) < 5:
-            found.append(seconds_of(step))
-        return statistics.median(found)
-
     for number in range(rounds + 1):
-        end = time.perf_counter() + 1.0
-        alone = steps_while(lambda end=end: time.perf_counter() < end)
+        alone = median_step(step, for_seconds(1.0), seconds_on_device)
         pending = manager.save(number, state)
-        beside = steps_while(lambda pending=pending: not pending.done())
+        beside = median_step(step, lambda pending=pending: not pending.done(), seconds_on_device)
         pending.wait()
         if number:
             samples["step"]["alone"].append(alone)

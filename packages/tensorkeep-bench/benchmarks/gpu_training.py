@@ -8,17 +8,14 @@ cannot run is listed with its error.
 
 import argparse
 import json
-import math
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +28,9 @@ from chatgot.data.prepare import prepare
 from chatgot.run.folder import RunFolder
 from chatgot.run.setup import open_run
 from chatgot.step.train_step import take_step
-from tensorkeep import machine
+from figures import Worker, compared, note, parser_of, write_samples
 from tensorkeep.cli.text import Table
 from tensorkeep.units import format_bytes
-from tensorkeep_bench.statistics import compare
 from tensorkeep_bench.training.workload import measured_config
 
 SEED = 20_261_126
@@ -64,16 +60,13 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 def main() -> int:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--data", required=True, type=Path)
     parser.add_argument("--recipe", default="chatgot-85m")
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--turn", type=float, default=0.5, help="the least seconds of a turn")
     parser.add_argument("--at-once", type=int, default=4, help="arms that start together")
     parser.add_argument("--seconds", type=float, default=600, help="after which no further round begins")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
@@ -89,9 +82,7 @@ def main() -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         source = recipe.data
         prepare(str(options.data), folder / "data", tokenizer=source.tokenizer, vocab_size=source.vocab_size)
-        about = machine.describe(folder)
-        del about["storage"]
-        workers: dict[str, Worker] = {}
+        workers: dict[str, Arm] = {}
         names = [*configs]
         for first in range(0, len(names), options.at_once):
             started = {
@@ -99,9 +90,8 @@ def main() -> int:
                 for name in names[first : first + options.at_once]
             }
             for name, each in started.items():
-                each.read()
-                print(f"{time.perf_counter() - begin:5.0f} s  {name}: {each.error or 'ready'}", file=sys.stderr)
-            workers |= started
+                workers[name] = Arm(*each)
+                note(f"{name}: {workers[name].error or 'ready'}")
         order, rounds = random.Random(SEED), 0
         while rounds < options.rounds and time.perf_counter() - begin < options.seconds:
             running = [name for name, each in workers.items() if each.error is None]
@@ -110,16 +100,8 @@ def main() -> int:
             rounds += 1
     found = {name: each.found() for name, each in workers.items()}
     Table(("techniques", ">tokens/s", ">gain", ">95%", ">memory"), rows(found)).show()
-    if options.out:
-        document = {
-            "command": f"benchmarks/gpu_training.py --recipe {options.recipe} --batch {options.batch}",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "environment": about,
-            "rounds": rounds,
-            "settings": arms,
-            "arms": found,
-        }
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    command = f"gpu_training.py --recipe {options.recipe} --batch {options.batch}"
+    write_samples(options.out, command, rounds=rounds, settings=arms, arms=found)
     return 0
 
 
@@ -130,39 +112,34 @@ def rows(found: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
         if "error" in arm:
             table.append((name, arm["error"][-60:], "", "", ""))
             continue
-        gain = compare([math.log(arm / base) for arm, base in zip(arm["tokens_per_second"], plain, strict=True)])
+        gain = compared(arm["tokens_per_second"], plain)
         spread = "" if gain.low is None else f"{gain.low:.2f} - {gain.high:.2f}"
         speed = f"{statistics.median(arm['tokens_per_second']):,.0f}"
         table.append((name, speed, f"{gain.gain:.2f}", spread, format_bytes(arm["peak_memory"])))
     return table
 
 
-class Worker:
-    """The process of an arm."""
+class Arm:
+    """The process of an arm: what it reported first, its turns, and the error that ended it."""
 
-    def __init__(self, process: "subprocess.Popen[str]", errors: Path) -> None:
-        self._process, self._errors = process, errors
+    def __init__(self, worker: Worker, errors: Path) -> None:
+        self._worker, self._errors = worker, errors
         self.error: str | None = None
         self.turns: list[dict[str, Any]] = []
-        self.first: dict[str, Any] = {}
+        self.first = self._answer()
 
-    def read(self) -> dict[str, Any]:
-        """Return what the process reports; of a process that has ended, note the error."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                found: dict[str, Any] = json.loads(line)
-                self.first = self.first or found
-                return found
-        self.error = (self._errors.read_text().strip().splitlines() or ["ended"])[-1][:300]
-        return {}
+    def _answer(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = self._worker.answer()
+        except SystemExit:
+            self.error = (self._errors.read_text().strip().splitlines() or ["ended"])[-1][:300]
+            return {}
+        return found
 
     def turn(self) -> None:
         """Let the process train for a turn."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        if found := self.read():
+        self._worker.send()
+        if found := self._answer():
             self.turns.append(found)
 
     def found(self) -> dict[str, Any]:
@@ -178,7 +155,7 @@ class Worker:
 
 
 @contextmanager
-def worker(config: Config, folder: Path, name: str, turn: float) -> Iterator[Worker]:
+def worker(config: Config, folder: Path, name: str, turn: float) -> Iterator[tuple[Worker, Path]]:
     """Start the process of an arm, and end it."""
     errors = folder / f"{name}.txt"
     task = json.dumps({"config": config.as_dict(), "folder": str(folder / f"run of {name}")})
@@ -186,14 +163,12 @@ def worker(config: Config, folder: Path, name: str, turn: float) -> Iterator[Wor
     # A cache for each: otherwise the seconds of compilation would be those of the first arm alone.
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"compiled {name}")}
     with errors.open("w") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True, env=environment
-        )
+        started = Worker(*command, stderr=output, env=environment)
     try:
-        yield Worker(process, errors)
+        yield started, errors
     finally:
-        process.kill()
-        process.communicate()
+        started.process.kill()
+        started.process.communicate()
 
 
 def work(task: dict[str, Any], data: Path, turn: float) -> None:

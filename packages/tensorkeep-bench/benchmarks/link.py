@@ -4,8 +4,8 @@ It is a process of its own, ``python benchmarks/link.py SERVER_PORT BYTES_PER_SE
 for each line of its standard input, the bytes sent by clients and by the server so far.
 """
 
+import json
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -13,40 +13,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from figures import Worker
+
 PIECE_BYTES = 64 * 1024
 
 
 @dataclass
 class Link:
-    """A running proxy.
-
-    Attributes
-    ----------
-    url : str
-    """
+    """A running proxy."""
 
     url: str
-    _process: "subprocess.Popen[str]"
+    _worker: Worker
 
     def moved(self) -> tuple[int, int]:
         """Return the bytes that clients and the server have sent so far."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(file=self._process.stdin, flush=True)
-        sent, received = map(int, self._process.stdout.readline().split())
+        sent, received = self._worker.ask()
         return sent, received
 
 
 @contextmanager
 def link_to(server_port: int, bytes_per_second: float) -> Iterator[Link]:
     """Run the proxy, at the lowest priority, because in use it and the server are elsewhere."""
-    command = ["nice", "-n", "19", sys.executable, __file__, str(server_port), str(bytes_per_second)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield Link(f"http://127.0.0.1:{int(process.stdout.readline())}", process)
-        finally:
-            process.terminate()
+    worker = Worker("nice", "-n", "19", sys.executable, __file__, str(server_port), str(bytes_per_second))
+    try:
+        [port] = worker.answer()
+        yield Link(f"http://127.0.0.1:{port}", worker)
+    finally:
+        worker.close()
 
 
 class _Pace:
@@ -87,7 +80,7 @@ def _serve(server_port: int, bytes_per_second: float) -> None:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * PIECE_BYTES)
         listening.bind(("127.0.0.1", 0))
         listening.listen(128)
-        print(listening.getsockname()[1], flush=True)
+        print(json.dumps([listening.getsockname()[1]]), flush=True)
 
         def accept() -> None:
             while True:
@@ -100,7 +93,7 @@ def _serve(server_port: int, bytes_per_second: float) -> None:
 
         threading.Thread(target=accept, daemon=True).start()
         for _ in sys.stdin:
-            print(up.count, down.count, flush=True)
+            print(json.dumps([up.count, down.count]), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,8 @@ Each figure that must be reached is one line with PASS or MISS; raw samples and 
 import argparse
 import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,9 +20,21 @@ import torch
 
 import coder_rates
 import tensorkeep
-from figures import Line, Samples, note, parser_of, ratios, show, write_samples
+from figures import (
+    Line,
+    Part,
+    Samples,
+    Worker,
+    for_seconds,
+    median_line,
+    median_step,
+    note,
+    parser_of,
+    ratios,
+    run_parts,
+    training_step,
+)
 from tensorkeep.state.dtypes import BY_NAME
-from tensorkeep.units import parse_bytes
 from tensorkeep_bench.checkpoint.files import make_cold, remove, sync_tree, warm
 from tensorkeep_bench.checkpoint.models import build, spec_of_size
 
@@ -35,23 +44,10 @@ ARMS = {"torch": "compiled", "raw": "compiled", "lossless": "compiled", "lossles
 
 
 def main() -> int:
-    """Measure, print, write; return the exit code."""
-    parser = parser_of(__doc__, rounds=7, folder="a folder on the disk to measure")
-    parser.add_argument("--size", type=parse_bytes, default="2GB", help="about this many bytes of bfloat16 weights")
-    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser = parser_of(__doc__, rounds=7, folder="a folder on the disk to measure", size="2GB", parts=PARTS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        return work(options)
-    folder = Path(tempfile.mkdtemp(prefix="tensorkeep-bench-", dir=options.dir))
-    try:
-        samples = {name: PARTS[name](folder, options) for name in options.only}
-    finally:
-        shutil.rmtree(folder)
-    lines = [line for name in options.only for line in LINES[name](samples[name])]
-    command = f"lossless.py --size {options.size} --rounds {options.rounds}"
-    write_samples(options.out, command, folder=options.dir, lines=lines, samples=samples)
-    return show(lines)
+    return work(options) if options.worker else run_parts("lossless.py", PARTS, options)
 
 
 # One core
@@ -70,8 +66,7 @@ def rates(folder: Path, options: argparse.Namespace) -> Samples:
 
 def rates_lines(samples: Samples) -> Iterator[Line]:
     for what, bound in (("code", 3.0), ("decode", 3.5)):
-        found = samples[f"{what} bfloat16 compiled"]
-        yield Line(f"{what}, one core, bfloat16", bound, statistics.median(found), min(found), max(found), unit="GB/s")
+        yield median_line(f"{what}, one core, bfloat16", bound, samples[f"{what} bfloat16 compiled"], unit="GB/s")
     size = statistics.median(samples["size bfloat16 compiled"])
     yield Line("stored bytes over raw, bfloat16", 0.664, size, at_most=True)
     for dtype in coder_rates.DTYPES:
@@ -88,39 +83,21 @@ BOUNDS = {"float16": 2.0, "float32": 2.0}
 # Saves and loads
 
 
-class Worker:
-    """A process of its own with the state in memory, which uses one coder."""
-
-    def __init__(self, coder: str, folder: Path, options: argparse.Namespace) -> None:
-        command = [sys.executable, __file__, "--worker", "--size", str(options.size), "--dir", str(folder)]
-        environment = os.environ | {"TENSORKEEP_CODER": coder}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self.ask("ready")
-
-    def ask(self, *request: str) -> list[float]:
-        """Let it measure something; return seconds and seconds of processor time."""
-        assert self._process.stdin and self._process.stdout
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        found: list[float] = json.loads(self._process.stdout.readline())
-        return found
-
-    def close(self) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait()
-
-
 def saves(folder: Path, options: argparse.Namespace) -> Samples:
     """Return seconds and processor seconds of saves and loads of each arm."""
-    workers = {coder: Worker(coder, folder, options) for coder in ("compiled", "python")}
+    command = [sys.executable, __file__, "--worker", "--size", str(options.size), "--dir", str(folder)]
+    # Each has the state in memory, and uses one coder.
+    workers = {
+        coder: Worker(*command, env=os.environ | {"TENSORKEEP_CODER": coder}) for coder in ("compiled", "python")
+    }
+    for worker in workers.values():
+        worker.answer()
     samples: Samples = {}
     for number in range(options.rounds + 1):
         for what in ("save", "cold load", "warm load"):
             note(f"round {number} of {options.rounds}: {what}")
             for arm in list(ARMS)[number % len(ARMS) :] + list(ARMS)[: number % len(ARMS)]:
-                seconds, processor = workers[ARMS[arm]].ask(what, arm)
+                seconds, processor = workers[ARMS[arm]].ask([what, arm])
                 if number:  # the first round is not counted
                     samples.setdefault(f"{what}, {arm}", []).append(seconds)
                     samples.setdefault(f"{what}, {arm}, processor", []).append(processor)
@@ -149,9 +126,9 @@ def work(options: argparse.Namespace) -> int:
     """Measure what is asked for on standard input."""
     state = build(spec_of_size(options.size), seed=SEED)
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    print("[]", flush=True)
     for line in sys.stdin:
-        what, *arms = json.loads(line)
-        print(json.dumps(measure(what, arms[0], options.dir, state, into) if arms else []), flush=True)
+        print(json.dumps(measure(*json.loads(line), options.dir, state, into)), flush=True)
     return 0
 
 
@@ -188,30 +165,15 @@ def timed(call: Callable[[], object]) -> tuple[float, float]:
 def training(folder: Path, options: argparse.Namespace) -> Samples:
     """Return the median seconds of a training step, alone and beside background saves."""
     state = build(spec_of_size(options.size), seed=SEED)
-    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    inputs = torch.randn(256, 512)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-
-    def steps_while(busy: Callable[[], bool]) -> float:
-        found = []
-        while busy() or len(found) < 5:
-            found.append(timed(step)[0])
-        return statistics.median(found)
-
+    step = training_step()
     samples: Samples = {"alone": [], "raw": [], "lossless": []}
     for number in range(options.rounds + 1):
         note(f"round {number} of {options.rounds}: steps of training")
-        end = time.perf_counter() + 1.0
-        found = {"alone": steps_while(lambda end=end: time.perf_counter() < end)}
+        found = {"alone": median_step(step, for_seconds(1.0))}
         for arm in ("raw", "lossless") if number % 2 else ("lossless", "raw"):
             compression = "none" if arm == "raw" else arm
             pending = tensorkeep.save_async(state, folder / "beside", compression=compression, overwrite=True)
-            found[arm] = steps_while(lambda pending=pending: not pending.done())
+            found[arm] = median_step(step, lambda pending=pending: not pending.done())
             pending.wait()
         if number:
             for arm, seconds in found.items():
@@ -226,15 +188,10 @@ def training_lines(samples: Samples) -> Iterator[Line]:
     yield Line("training step beside a raw save / alone", None, *ratios(samples, "raw", "alone"), at_most=True)
 
 
-PARTS: dict[str, Callable[[Path, argparse.Namespace], Samples]] = {
-    "rates": rates,
-    "saves": saves,
-    "training": training,
-}
-LINES: dict[str, Callable[[Samples], Iterator[Line]]] = {
-    "rates": rates_lines,
-    "saves": saves_lines,
-    "training": training_lines,
+PARTS: dict[str, Part] = {
+    "rates": (rates, rates_lines),
+    "saves": (saves, saves_lines),
+    "training": (training, training_lines),
 }
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ if that of *best* is not below it.
 
 import argparse
 import contextlib
-import importlib.util
-import math
+import importlib
 import os
 import pickle
 import re
@@ -33,7 +32,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -42,9 +40,9 @@ import torch
 from chatgot.data.batches import EvaluationWindows
 from chatgot.data.dataset import Dataset
 from chatgot.data.prepare import prepare
-from figures import parser_of, write_samples
+from figures import compared, note, parser_of, write_samples
 from recipes import STACK, seeds, train_run
-from tensorkeep_bench.statistics import Comparison, compare
+from tensorkeep_bench.statistics import Comparison
 
 CONTEXT, BATCH, EVAL_EVERY = 64, 12, 250
 SETTINGS = {
@@ -76,7 +74,6 @@ Samples = dict[str, list[dict[str, Any]]]
 
 
 def main() -> int:
-    """Train, print, write; return the exit code."""
     options = _options()
     samples: Samples = {"nanogpt": [], "ours": [], "best": []}
     with tempfile.TemporaryDirectory(prefix="tensorkeep-bench-") as place:
@@ -84,29 +81,20 @@ def main() -> int:
         prepare(options.data, folder / "data", tokenizer="char")
         dataset = Dataset.open(folder / "data")
         checkout = _copied(options.nanogpt, dataset, folder / "nanoGPT")
-        steps = ["--loop.steps", str(options.steps)]
+        ours = [*STACK, "--data.order", "random", "--loop.steps", str(options.steps)]
+        best = ["shakespeare-char-cpu-best", "--loop.steps", str(options.best_steps)]
         runs: dict[str, Callable[[int], dict[str, Any]]] = {
             # Its seed is a constant of its code.
             "nanogpt": lambda _: _train_nanogpt(checkout, dataset, options.steps),
-            "ours": lambda seed: train_run(
-                [*STACK, "--data.order", "random", *steps, "--loop.seed", str(seed)], folder / "data", folder
-            ),
-            "best": lambda seed: train_run(
-                ["shakespeare-char-cpu-best", "--loop.steps", str(options.best_steps), "--loop.seed", str(seed)],
-                folder / "data",
-                folder,
-            ),
+            "ours": lambda seed: train_run([*ours, "--loop.seed", str(seed)], folder / "data", folder),
+            "best": lambda seed: train_run([*best, "--loop.seed", str(seed)], folder / "data", folder),
         }
         for number, seed in enumerate(seeds(options.rounds)):
             # Interleaved, so that a drift of the machine affects all alike.
             for name in list(runs)[:: -1 if number % 2 else 1]:
                 run = runs[name](seed)
                 samples[name].append(run)
-                print(
-                    f"{name}: loss {run['loss']:.4f}, {run['tokens_per_second']:,.0f} tokens/s, "
-                    f"{run['seconds']['whole']:.1f} s in all",
-                    file=sys.stderr,
-                )
+                note(f"{name}: {_shown(run['loss'], run['tokens_per_second'], run['seconds']['whole'])}")
     ratios = _ratios(samples)
     _print(samples, ratios)
     command = f"nanogpt.py --nanogpt nanoGPT --data {Path(options.data).name} --rounds {options.rounds}"
@@ -133,8 +121,8 @@ def _options() -> argparse.Namespace:
     missing = [name for name in ("train.py", "model.py", "configurator.py") if not (options.nanogpt / name).is_file()]
     if missing:
         parser.error(f"{options.nanogpt} has no {missing[0]}: give a clone of https://github.com/karpathy/nanoGPT")
-    if options.steps <= _SETTLED or options.rounds < 1:
-        parser.error(f"--rounds takes 1 or more, --steps more than {_SETTLED}")
+    if options.steps <= _SETTLED:
+        parser.error(f"--steps takes more than {_SETTLED}")
     return options
 
 
@@ -176,7 +164,9 @@ def _train_nanogpt(checkout: Path, dataset: Dataset, steps: int) -> dict[str, An
 
 def _loss_of_nanogpt(checkout: Path, dataset: Dataset) -> float:
     """Return the loss of its model over the whole validation split, with the weights that it saved last."""
-    model_file = _imported(checkout / "model.py")
+    # Its file, not a package, is imported.
+    sys.path.insert(0, str(checkout))
+    model_file = importlib.import_module("model")
     saved = torch.load(checkout / "out-shakespeare-char" / "ckpt.pt", map_location="cpu", weights_only=True)
     with contextlib.redirect_stdout(sys.stderr):  # it prints its number of parameters
         model = model_file.GPT(model_file.GPTConfig(**saved["model_args"]))
@@ -190,36 +180,31 @@ def _loss_of_nanogpt(checkout: Path, dataset: Dataset) -> float:
     return total / counted
 
 
-def _imported(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
-    if spec is None or spec.loader is None:
-        raise RuntimeError(f"{path} cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def _ratios(samples: Samples) -> dict[str, Comparison]:
-    nanogpt = samples["nanogpt"]
+    def of(name: str, figure: Callable[[dict[str, Any]], float]) -> list[float]:
+        return [figure(run) for run in samples[name]]
 
-    def compared(name: str, ratio: Any) -> Comparison:
-        return compare([math.log(ratio(mine, theirs)) for mine, theirs in zip(samples[name], nanogpt, strict=True)])
+    def speed(run: dict[str, Any]) -> float:
+        return run["tokens_per_second"]
+
+    def whole(run: dict[str, Any]) -> float:
+        return run["seconds"]["whole"]
 
     return {
-        FASTER: compared("ours", lambda mine, theirs: mine["tokens_per_second"] / theirs["tokens_per_second"]),
-        SOONER: compared("best", lambda mine, theirs: theirs["seconds"]["whole"] / mine["seconds"]["whole"]),
+        FASTER: compared(of("ours", speed), of("nanogpt", speed)),
+        SOONER: compared(of("nanogpt", whole), of("best", whole)),
     }
+
+
+def _shown(loss: float, speed: float, whole: float) -> str:
+    return f"loss {loss:.4f}, {speed:,.0f} tokens/s, {whole:.1f} s in all"
 
 
 def _print(samples: Samples, ratios: dict[str, Comparison]) -> None:
     for name, runs in samples.items():
-        mean = {key: statistics.mean(each[key] for each in runs) for key in ("loss", "tokens_per_second")}
+        mean = [statistics.mean(each[key] for each in runs) for key in ("loss", "tokens_per_second")]
         whole = statistics.mean(each["seconds"]["whole"] for each in runs)
-        print(
-            f"{name:8} {runs[0]['steps']:,} steps: loss {mean['loss']:.4f}, {mean['tokens_per_second']:,.0f} tokens/s, "
-            f"{whole:.1f} s in all"
-        )
+        print(f"{name:8} {runs[0]['steps']:,} steps: {_shown(*mean, whole)}")
     for what, ratio in ratios.items():
         interval = "" if ratio.low is None else f", 95% {ratio.low:.2f} to {ratio.high:.2f}"
         print(f"{what}: {ratio.gain:.2f} (at least {BOUNDS[what]}{interval})")

@@ -80,7 +80,7 @@ def _arms_table(results: Results) -> str:
     for measure in measures:
         headings += [f">{measure.label}", ">gain (95%)", "verdict"] if measure.unit == "s" else [f">{measure.label}"]
     rows = [[arm.name, *_figures(results, arm, measures)] for arm in results.arms]
-    return _markdown(headings, rows) + _smaller_subjects(results)
+    return markdown(headings, rows) + _smaller_subjects(results)
 
 
 def _smaller_subjects(results: Results) -> str:
@@ -109,10 +109,11 @@ def _figures(results: Results, arm: Arm, measures: Sequence[Measure]) -> Iterato
 
 
 def _table(table: ReportTable) -> str:
-    return _markdown(table.headings, table.texts())
+    return markdown(table.headings, table.texts())
 
 
-def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table; a heading that begins with ``>`` has its column to the right."""
     marks = ["---:" if heading.startswith(">") else "---" for heading in headings]
     lines = [[heading.lstrip(">=") for heading in headings], marks, *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
@@ -129,7 +130,7 @@ def _by_hand() -> Iterator[str]:
     for tool, ratios in found["ratios"].items():
         texts = [f"{one['gain']:.2f} ({one['low']:.2f} to {one['high']:.2f})" for one in ratios.values()]
         rows.append([tool, *texts, str(len(found["samples"][tool]["bench"]))])
-    yield _markdown(["save", ">bench again / bench (95%)", ">by hand / bench (95%)", ">rounds"], rows)
+    yield markdown(["save", ">bench again / bench (95%)", ">by hand / bench (95%)", ">rounds"], rows)
 
 
 if __name__ == "__main__":

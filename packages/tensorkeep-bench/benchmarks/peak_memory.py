@@ -34,15 +34,7 @@ _SMALL_COLUMNS = 1024
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
-    """The most resident bytes beyond what was resident before, and for a new tensor beyond that tensor.
-
-    Attributes
-    ----------
-    compression, layout : str
-    budget, state_bytes : int
-    save, load, load_into : int
-        Bytes above the state's own.
-    """
+    """The most resident bytes of each call beyond those before it, and for a new tensor beyond that tensor."""
 
     compression: str
     layout: str
@@ -58,14 +50,8 @@ class PeakMemory:
         return max(self.save, self.load, self.load_into)
 
 
-def measure_peak(compression: str, layout: str, *, budget: int, state_bytes: int, directory: Path) -> PeakMemory:
-    """Measure in a fresh process.
-
-    Raises
-    ------
-    TensorkeepError
-        If that process fails.
-    """
+def measure_peak(compression: str, layout: str, budget: int, state_bytes: int, directory: Path) -> PeakMemory:
+    """Measure in a fresh process; TensorkeepError if that process fails."""
     command = [sys.executable, __file__, compression, layout, str(budget), str(state_bytes), str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -35,11 +35,11 @@ from torch.nn import functional
 from chatgot.config.recipes import get_recipe
 from chatgot.data.dataset import Dataset
 from chatgot.data.prepare import prepare
-from chatgot.loop import train
+from chatgot.loop import Silent, train
 from chatgot.run.folder import RunFolder
 from chatgot.run.setup import open_run
 from chatgot.step.state import StepState
-from figures import parser_of, write_samples
+from figures import compared, note, parser_of, write_samples
 from tensorkeep_bench.statistics import Comparison, compare, describe
 
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 4, 4, 128, 64, 12
@@ -60,13 +60,12 @@ Samples = dict[str, list[float]]
 
 
 def main() -> int:
-    """Measure, print, write; return the exit code."""
     options = _options()
     with tempfile.TemporaryDirectory(prefix="tensorkeep-bench-", dir=options.dir) as folder:
         samples = measure(options, Path(folder))
     ratios = {
-        FASTER: _compared(samples["plain"], samples["trainer"]),
-        SLOWER: _compared(samples["saving"], samples["trainer"]),
+        FASTER: compared(samples["plain"], samples["trainer"]),
+        SLOWER: compared(samples["saving"], samples["trainer"]),
         BESIDE: compare([math.log(each) for each in samples["beside"]]),
     }
     _print(options, samples, ratios)
@@ -169,17 +168,11 @@ def measure(options: argparse.Namespace, folder: Path) -> Samples:
             lambda: _trained_and_saved(saved, options.steps),
         ]
         for number in range(options.rounds + 1):
-            print(f"round {number} of {options.rounds}", file=sys.stderr)
+            note(f"round {number} of {options.rounds}")
             for loop in loops[:: -1 if number % 2 else 1]:
                 for name, seconds in loop().items():
                     samples[name] += seconds if number else []
     return samples
-
-
-class Silence:
-    """Ignores the events; the log is still written."""
-
-    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
 
 
 def _trained_in_turns(run: StepState, plain: Iterator[None], steps: int) -> dict[str, list[float]]:
@@ -199,7 +192,7 @@ def _trained_in_turns(run: StepState, plain: Iterator[None], steps: int) -> dict
             by_trainer, by_hand, begin = by_trainer + middle - begin, by_hand + end - middle, end
         return run.progress.step >= last
 
-    train(run, Silence(), stop=stop)
+    train(run, Silent(), stop=stop)
     return {"plain": [by_hand], "trainer": [by_trainer]}
 
 
@@ -211,17 +204,13 @@ def _trained_and_saved(run: StepState, steps: int) -> dict[str, list[float]]:
         ends.append(time.perf_counter())
         return run.progress.step >= last
 
-    train(run, Silence(), stop=stop)
+    train(run, Silent(), stop=stop)
     seconds = time.perf_counter() - ends[0]
     # `stop` runs before the save, so the cost of a save appears in the next steps.
     each = np.diff(ends)
     windows = [each[first : first + SAVE_EVERY] for first in range(SAVE_EVERY, steps - SAVE_EVERY + 1, SAVE_EVERY)]
     beside = [float(window.sum() / (window[_DISTURBED:].mean() * SAVE_EVERY)) for window in windows]
     return {"saving": [seconds], "beside": beside}
-
-
-def _compared(above: list[float], below: list[float]) -> Comparison:
-    return compare([math.log(a / b) for a, b in zip(above, below, strict=True)])
 
 
 def _reached(what: str, ratio: Comparison) -> bool:

@@ -6,10 +6,8 @@ turns. The ranks share one disk, which one process drives alone nearly as fast, 
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,11 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from figures import Line, median_line, note, parser_of, show, write_samples
+from figures import Line, Worker, median_line, note, parser_of, show, write_samples
 from ranks_planning import Planning, plan_by_dcp, plan_by_tensorkeep
 from tensorkeep.cli.text import Table
 from tensorkeep.storage.buffers import DEFAULT_BUDGET
-from tensorkeep.units import format_bytes, parse_bytes
+from tensorkeep.units import format_bytes
 from tensorkeep_bench.checkpoint.files import check_capacity, files_of, remove
 from tensorkeep_bench.checkpoint.models import parse, spec_of_size
 
@@ -39,21 +37,14 @@ Sample = dict[str, Any]
 
 
 def main() -> int:
-    """Measure, print, write; return the exit code."""
     options = _options()
     spec = spec_of_size(options.size)
     nbytes = parse(spec).nbytes
     samples: list[Sample] = []
     with tempfile.TemporaryDirectory(prefix="tensorkeep-bench-", dir=options.dir) as folder:
         check_capacity(Path(folder), disk=3 * nbytes, memory=5 * nbytes)
-        if "saves" in options.only:
-            samples += _saves(Path(folder), spec, options)
-        if "loads" in options.only:
-            samples += _loads(Path(folder), spec, options)
-        if "stalls" in options.only:
-            samples += _stalls(Path(folder), spec, options)
-        if "replicas" in options.only:
-            samples += _replicas(Path(folder), spec_of_size(options.size // 8), options)
+        for part in (part for part in PARTS if part in options.only):
+            samples += PARTS[part](Path(folder), spec, options)
     planning = _planning(options) if "planning" in options.only else []
     lines = [*_lines(samples, options), *_planning_lines(planning)]
     _print(spec, nbytes, samples)
@@ -70,9 +61,8 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parts = ("saves", "loads", "stalls", "replicas", "planning")
-    parser = parser_of(__doc__, rounds=5, folder="a folder on the disk to measure")
-    parser.add_argument("--size", type=parse_bytes, default="2GB", help="about this many bytes of bfloat16 weights")
+    parts = [*PARTS, "planning"]
+    parser = parser_of(__doc__, rounds=5, folder="a folder on the disk to measure", size="2GB")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="measure these parts only")
     parser.add_argument("--arms", nargs="+", help="leave out all other ways to save and load")
     return parser.parse_args()
@@ -83,42 +73,29 @@ class World:
 
     def __init__(self, size: int, spec: str, folder: Path) -> None:
         self.size = size
-        self._store = tempfile.mktemp(prefix=f"store-{size}-", dir=folder)
+        store = tempfile.mktemp(prefix=f"store-{size}-", dir=folder)
         command = [sys.executable, str(Path(__file__).with_name("ranks_worker.py")), "--size", str(size)]
-        command += ["--spec", spec, "--store", self._store]
-        self._ranks = [
-            subprocess.Popen([*command, "--rank", str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for rank in range(size)
-        ]
+        command += ["--spec", spec, "--store", store]
+        self._ranks = [Worker(*command, "--rank", str(rank)) for rank in range(size)]
         self._answers()
 
     def ask(self, what: str, arm: str, path: Path) -> Sample:
         """Let all ranks do something; return what each of them measured."""
         note(f"{self.size} ranks: {what}, {arm}")
-        request = json.dumps({"what": what, "arm": arm, "path": str(path)})
         for rank in self._ranks:
-            assert rank.stdin
-            print(request, file=rank.stdin, flush=True)
+            rank.send({"what": what, "arm": arm, "path": str(path)})
         found = self._answers()
-        return {
-            "what": what,
-            "arm": arm,
-            "ranks": self.size,
-            **{key: [answer[key] for answer in found] for key in found[0]},
-        }
+        figures = {key: [answer[key] for answer in found] for key in found[0]}
+        return {"what": what, "arm": arm, "ranks": self.size, **figures}
 
     def _answers(self) -> list[dict[str, float]]:
-        lines = [rank.stdout.readline() for rank in self._ranks if rank.stdout]
-        if not all(lines):
-            raise SystemExit("a rank has failed: see above")
-        return [json.loads(line) for line in lines]
+        return [rank.answer() for rank in self._ranks]
 
     def close(self) -> None:
         for rank in self._ranks:
-            assert rank.stdin
-            rank.stdin.close()
+            rank.process.stdin.close()
         for rank in self._ranks:
-            rank.wait()
+            rank.process.wait()
 
 
 @contextmanager
@@ -190,11 +167,15 @@ def _stalls(folder: Path, spec: str, options: argparse.Namespace) -> Iterator[Sa
 
 
 def _replicas(folder: Path, spec: str, options: argparse.Namespace) -> Iterator[Sample]:
-    """Save shards of which two ranks have each, as HSDP on a 2 x 2 mesh."""
+    """Save shards of which two ranks have each, as HSDP on a 2 x 2 mesh, of an eighth of the model."""
+    spec = spec_of_size(options.size // 8)
     with worlds((4,), spec, folder) as found:
         for arm in _chosen(("tensorkeep", "dcp 1"), options):
             yield {"round": 1, "bytes": parse(spec).nbytes, **found[4].ask("replicas", arm, folder / "saved")}
         remove(folder / "saved")
+
+
+PARTS = {"saves": _saves, "loads": _loads, "stalls": _stalls, "replicas": _replicas}
 
 
 def _planning(options: argparse.Namespace) -> list[Planning]:

@@ -17,25 +17,15 @@ ROWS_EACH, COLUMNS = 8, 64
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """What planning and finishing one save costs the coordinator.
-
-    Attributes
-    ----------
-    tool : str
-    ranks, tensors : int
-    planning, finishing : float
-        Seconds.
-    received, sent : int
-        Bytes to the coordinator, and from it to each of the ranks, summed, while planning.
-    """
+    """What planning and finishing one save costs the coordinator."""
 
     tool: str
     ranks: int
     tensors: int
-    planning: float
-    finishing: float
-    received: int
-    sent: int
+    planning: float  # seconds
+    finishing: float  # seconds
+    received: int  # bytes to the coordinator while planning
+    sent: int  # bytes from the coordinator to each of the ranks, summed, while planning
 
 
 def name_of(number: int) -> str:

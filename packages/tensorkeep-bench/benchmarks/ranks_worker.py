@@ -158,7 +158,6 @@ def transferred(counter: str) -> int:
 
 
 def main() -> None:
-    """Answer until the input ends."""
     parser = argparse.ArgumentParser()
     for name in ("rank", "size"):
         parser.add_argument(f"--{name}", type=int)

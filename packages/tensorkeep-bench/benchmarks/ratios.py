@@ -4,40 +4,35 @@ Prints one line per figure with PASS or MISS, and writes every raw sample with i
 code is 1 if a figure misses its bound.
 """
 
-import argparse
+import errno
+import mmap
 import os
-import shutil
+import queue
+import re
+import subprocess
 import sys
 import tempfile
 import timeit
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from figures import Line, median_line, note, parser_of, show, write_samples
 from peak_memory import COMPRESSIONS, INTERPRETER_ALLOWANCE, LAYOUTS, PeakMemory, measure_peak
-from startup import COMMANDS, Startup, measure_startup
 from tensorkeep.cli.text import Table
-from tensorkeep.errors import TensorkeepError, UnsupportedError
+from tensorkeep.errors import TensorkeepError
 from tensorkeep.storage.buffers import DEFAULT_BUDGET
 from tensorkeep.storage.parallel import default_threads
-from tensorkeep.units import format_bytes, format_rate, format_seconds, parse_bytes
+from tensorkeep.units import format_bytes, format_rate, format_seconds
+from tensorkeep_bench.checkpoint import measure as measures
 from tensorkeep_bench.checkpoint.files import check_capacity, remove, sync_tree
-from tensorkeep_bench.checkpoint.measure import (
-    COLD,
-    INTO_COLD,
-    INTO_WARM,
-    LOADS,
-    SAVE,
-    STORED,
-    WARM,
-    measure_tool,
-    outcome_of,
-)
+from tensorkeep_bench.checkpoint.measure import COLD, INTO_COLD, INTO_WARM, LOADS, SAVE, STORED, WARM
 from tensorkeep_bench.checkpoint.models import build, parse, spec_of_size
 from tensorkeep_bench.checkpoint.states import COPIES_IN_MEMORY, StatePair
 from tensorkeep_bench.checkpoint.tools import COMMON_TOOLS, Tool
@@ -46,31 +41,33 @@ from tensorkeep_bench.results import Results
 from tensorkeep_bench.run.runner import Measurement, run_rounds
 from tensorkeep_bench.statistics import describe
 from tensorkeep_bench.workload import Outcome
-from yardstick import DirectWriter
 
 SCHEMA = 1
 SEED = 20_240_601
 DIRECT = "O_DIRECT write"
 RAW, LOSSLESS = "tensorkeep", "tensorkeep-lossless"
+WRITE_BYTES = 16 * 1024**2
+STARTS = 9
+COMMANDS = {
+    "tensorkeep --help": ("import sys; from tensorkeep.cli.main import main; sys.exit(main(['--help']))", 0.2),
+    "import tensorkeep": ("import tensorkeep", 0.15),
+}
+"""Programs, and the most seconds that each may take."""
 
 
 def main() -> int:
-    """Measure, print, write; return the exit code."""
-    options = _options()
+    options = parser_of(__doc__, rounds=5, folder="a folder on the disk to measure", size="2GB").parse_args()
     spec = spec_of_size(options.size)
+    nbytes = parse(spec).nbytes
     options.dir.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="tensorkeep-bench-", dir=options.dir))
     try:
-        nbytes = parse(spec).nbytes
-        check_capacity(folder, disk=2 * nbytes, memory=COPIES_IN_MEMORY * nbytes + 2 * DEFAULT_BUDGET)
-        results = _measure(spec, options.rounds, folder)
+        with tempfile.TemporaryDirectory(prefix="tensorkeep-bench-", dir=options.dir) as folder:
+            check_capacity(Path(folder), disk=2 * nbytes, memory=COPIES_IN_MEMORY * nbytes + 2 * DEFAULT_BUDGET)
+            rounds, peaks, startups = _measure(spec, options.rounds, Path(folder))
     except TensorkeepError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    finally:
-        shutil.rmtree(folder)
-    lines = list(_lines(*results))
-    rounds, peaks, startups = results
+    lines = list(_lines(rounds, peaks, startups))
     code = _print(spec, nbytes, rounds, lines)
     write_samples(
         options.out,
@@ -82,30 +79,18 @@ def main() -> int:
         state={"spec": spec, "seed": SEED, "bytes": nbytes},
         rounds={"seed": SEED, "cells": msgspec.to_builtins(rounds.cells)},
         peak_memory=[asdict(peak) for peak in peaks],
-        startup=[asdict(startup) for startup in startups],
+        startup=startups,
     )
     return code
 
 
-Measured = tuple[Results, list[PeakMemory], list[Startup]]
-
-
-def _options() -> argparse.Namespace:
-    parser = parser_of(__doc__, rounds=5, folder="a folder on the disk to measure")
-    parser.add_argument("--size", type=parse_bytes, default="2GB", help="about this many bytes of bfloat16 weights")
-    options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error("--rounds takes 1 or more")
-    return options
-
-
-def _measure(spec: str, rounds: int, folder: Path) -> Measured:
+def _measure(spec: str, rounds: int, folder: Path) -> tuple[Results, list[PeakMemory], list[dict[str, Any]]]:
     note(f"building {spec}")
     states = StatePair(build(spec, seed=SEED))
     note("start-up and peak memory, in processes of their own")
-    startups = [measure_startup(command) for command in COMMANDS]
+    startups = [_measure_startup(command) for command in COMMANDS]
     peaks = [
-        measure_peak(compression, layout, budget=DEFAULT_BUDGET, state_bytes=4 * DEFAULT_BUDGET, directory=_new(folder))
+        measure_peak(compression, layout, DEFAULT_BUDGET, 4 * DEFAULT_BUDGET, Path(tempfile.mkdtemp(dir=folder)))
         for compression in COMPRESSIONS
         for layout in LAYOUTS
     ]
@@ -119,37 +104,81 @@ def _measure(spec: str, rounds: int, folder: Path) -> Measured:
 
 
 def _measure_tool(tool: Tool, name: str, states: StatePair, folder: Path) -> Outcome:
-    return outcome_of(name, lambda: measure_tool(tool, name, states, folder / f"state{tool.suffix}"))
+    path = folder / f"state{tool.suffix}"
+    return measures.outcome_of(name, lambda: measures.measure_tool(tool, name, states, path))
 
 
-def _new(folder: Path) -> Path:
-    return Path(tempfile.mkdtemp(dir=folder))
+def _measure_startup(command: str) -> dict[str, Any]:
+    """Return the seconds of some new interpreters, after one that is not counted, and whether they import torch."""
+    line = [sys.executable, "-c", COMMANDS[command][0]]
+    start = partial(subprocess.run, line, check=True, stdout=subprocess.DEVNULL)
+    start()
+    samples = [timeit.timeit(start, number=1) for _ in range(STARTS)]
+    traced = subprocess.run([line[0], "-X", "importtime", *line[1:]], check=True, capture_output=True, text=True)
+    imports_torch = re.search(r"\|\s+torch$", traced.stderr, re.MULTILINE) is not None
+    return {"command": command, "samples": samples, "imports_torch": imports_torch}
 
 
 def _direct_write(states: StatePair, folder: Path) -> Measurement:
+    """Measure a plain O_DIRECT write, the upper bound of what a format can reach on a disk.
+
+    It shares no code with the library's writer, so that both cannot have the same defect.
+    """
     largest = max(states.flat.leaves.values(), key=lambda leaf: leaf.nbytes)
     sample = np.empty(largest.nbytes, np.uint8)
     largest.read(0, largest.nbytes, sample)
-    writer = DirectWriter(sample, default_threads())
+    # Bytes of the state, because some devices compress; one buffer for each thread.
+    buffers: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+    for place in range(default_threads()):
+        buffers.put(_filled(sample, place))
+    size = -(-states.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     path = folder / "direct"
 
     def write() -> None:
-        writer.write(path, states.nbytes)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o666)
+
+        def write_part(start: int) -> None:
+            buffer = buffers.get()
+            with memoryview(buffer) as view:
+                done, length = 0, min(WRITE_BYTES, size - start)
+                while done < length:
+                    done += os.pwrite(fd, view[done:length], start + done)
+            buffers.put(buffer)
+
+        try:
+            os.posix_fallocate(fd, 0, size)
+            with ThreadPoolExecutor(default_threads()) as threads:
+                list(threads.map(write_part, range(0, size, WRITE_BYTES)))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
         sync_tree(path)
 
     def measure() -> Outcome:
         os.sync()
         try:
             return Outcome(figures={SAVE: timeit.timeit(write, number=1)})
-        except UnsupportedError as error:
-            return Outcome("not-run", error.message)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return Outcome("not-run", "the file system refuses O_DIRECT")
         finally:
             remove(path)
 
     return measure
 
 
-def _lines(rounds: Results, peaks: list[PeakMemory], startups: list[Startup]) -> Iterator[Line]:
+def _filled(sample: Any, place: int) -> mmap.mmap:
+    buffer = mmap.mmap(-1, WRITE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # The kernel pins each page of a direct write; huge pages are fewer.
+    buffer.madvise(mmap.MADV_HUGEPAGE)
+    start = place * WRITE_BYTES % max(1, sample.size - WRITE_BYTES)
+    piece = sample[start : start + WRITE_BYTES].tobytes()
+    buffer.write((piece * -(-WRITE_BYTES // len(piece)))[:WRITE_BYTES])
+    return buffer
+
+
+def _lines(rounds: Results, peaks: list[PeakMemory], startups: list[dict[str, Any]]) -> Iterator[Line]:
     def faster(what: str, bound: float, mine: tuple[str, str], theirs: tuple[str, str]) -> Line:
         return median_line(what, bound, rounds.ratios(theirs, mine))
 
@@ -169,10 +198,10 @@ def _lines(rounds: Results, peaks: list[PeakMemory], startups: list[Startup]) ->
         what = f"peak memory beyond the state, {compression}, {peak.layout}"
         most = (peak.budget + INTERPRETER_ALLOWANCE) / 1e6
         yield Line(what, most, peak.worst / 1e6, unit="MB", at_most=True)
-    for startup, bound in zip(startups, (0.2, 0.15), strict=True):
-        measured = None if startup.imports_torch else startup.median
-        low, high = min(startup.samples), max(startup.samples)
-        yield Line(f"{startup.command}, without torch", bound, measured, low, high, unit="s", at_most=True)
+    for startup in startups:
+        samples = [] if startup["imports_torch"] else startup["samples"]
+        what, bound = f"{startup['command']}, without torch", COMMANDS[startup["command"]][1]
+        yield median_line(what, bound, samples, unit="s", at_most=True)
 
 
 def _print(spec: str, nbytes: int, rounds: Results, lines: list[Line]) -> int:

@@ -14,22 +14,21 @@ the same seed. The file is written after every run, so an interrupted benchmark 
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from chatgot.config.config import LoopConfig
 from chatgot.data.prepare import prepare
-from figures import parser_of, write_samples
-from tensorkeep_bench.statistics import compare, describe
+from figures import compared, note, parser_of, positive, write_samples
+from tensorkeep_bench.statistics import describe
 
 _BF16 = ("--techniques.mixed-precision.dtype", "bf16")
 STACK = ("shakespeare-char-cpu", "--technique", "compile,fused-optimizer", *_BF16)
@@ -44,7 +43,6 @@ Samples = dict[str, list[dict[str, Any]]]
 
 
 def main() -> int:
-    """Train, print, write."""
     options = _options()
     samples: Samples = {name: [] for name in options.arms}
     with tempfile.TemporaryDirectory(prefix="tensorkeep-bench-") as folder:
@@ -55,7 +53,9 @@ def main() -> int:
             for name in options.arms[:: -1 if number % 2 else 1]:
                 run = train_run([*ARMS[name], "--loop.seed", str(seed)], data, Path(folder))
                 samples[name].append({"seed": seed} | run)
-                _print_run(name, samples[name][-1])
+                seconds = run["seconds"]
+                times = f"{seconds['train']:.1f} s of training, {seconds['whole']:.1f} s in all"
+                note(f"{name}, seed {seed}: loss {run['loss']:.4f}, {times}")
                 _write(options, samples)
     _print(samples)
     return 0
@@ -64,12 +64,10 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--data", required=True, help="the text of tiny Shakespeare")
-    parser.add_argument("--seeds", type=int, default=8, help="how many; the default seed is the first")
+    parser.add_argument("--seeds", type=positive, default=8, help="how many; the default seed is the first")
     parser.add_argument("--arms", default="reference,best", help="of reference, stack and best")
     options = parser.parse_args()
     options.arms = options.arms.split(",")
-    if options.seeds < 1:
-        parser.error("--seeds takes 1 or more")
     if options.arms[0] != "reference" or not set(options.arms) <= set(ARMS):
         parser.error(f"--arms takes reference, and then others of {', '.join(ARMS)}")
     return options
@@ -80,18 +78,19 @@ def seeds(count: int) -> list[int]:
     return [LoopConfig().seed, *range(1, count)]
 
 
-def train_run(words: Sequence[str], data: Path, folder: Path) -> dict[str, Any]:
+def train_run(
+    words: Sequence[str], data: Path, folder: Path, environment: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
     """Train in a process of its own; return its loss, rate and times.
 
     ``seconds["whole"]`` is from the start of the process to its end. What it compiles, no run before it has compiled.
     """
     with tempfile.TemporaryDirectory(dir=folder) as place:
         command = [sys.executable, "-m", "tensorkeep", "train", *words, "--data", str(data), "--out", f"{place}/run"]
-        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{place}/compiled"}
+        environment = {**environment, "TORCHINDUCTOR_CACHE_DIR": f"{place}/compiled"}
         begin = time.perf_counter()
-        ended = subprocess.run(
-            [*command, "--loop.device", "cpu", "--json"], capture_output=True, text=True, env=environment
-        )
+        command += ["--loop.device", "cpu", "--json"]
+        ended = subprocess.run(command, capture_output=True, text=True, env=environment)
         whole = time.perf_counter() - begin
         if ended.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {ended.returncode}:\n{ended.stderr}")
@@ -101,21 +100,12 @@ def train_run(words: Sequence[str], data: Path, folder: Path) -> dict[str, Any]:
     return {"steps": summary["step"], **kept, "seconds": seconds}
 
 
-def _print_run(name: str, run: dict[str, Any]) -> None:
-    seconds = run["seconds"]
-    print(
-        f"{name}, seed {run['seed']}: loss {run['loss']:.4f}, {seconds['train']:.1f} s of training, "
-        f"{seconds['whole']:.1f} s in all",
-        file=sys.stderr,
-    )
-
-
 def _ratios(samples: Samples, name: str) -> dict[str, Any]:
     """Compare seconds of whole processes with the reference's from the same seed."""
-    pairs = list(zip(samples[name], samples["reference"], strict=False))
-    if not pairs:
+    if not samples[name]:
         return {}
-    return asdict(compare([math.log(mine["seconds"]["whole"] / other["seconds"]["whole"]) for mine, other in pairs]))
+    mine, reference = ([each["seconds"]["whole"] for each in samples[arm]] for arm in (name, "reference"))
+    return asdict(compared(mine, reference[: len(mine)]))
 
 
 def _print(samples: Samples) -> None:

@@ -14,10 +14,8 @@ import os
 import random
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,14 +30,25 @@ import torch
 from obstore.store import S3Store
 
 import tensorkeep
-from figures import Line, Samples, parser_of, ratios, show, write_samples
+from figures import (
+    Line,
+    Part,
+    Samples,
+    Worker,
+    for_seconds,
+    median_step,
+    parser_of,
+    ratios,
+    run_parts,
+    seconds_of,
+    training_step,
+)
 from link import link_to
 from peak_memory import COMPRESSIONS, INTERPRETER_ALLOWANCE, measure_peak
 from tensorkeep.checkpoint.options import STORE_THREADS
 from tensorkeep.paths import StorePath
 from tensorkeep.storage.buffers import DEFAULT_BUDGET
 from tensorkeep.storage.object_store import part_bytes
-from tensorkeep.units import parse_bytes
 from tensorkeep_bench.checkpoint.files import check_capacity
 from tensorkeep_bench.checkpoint.models import build, spec_of_size
 
@@ -54,31 +63,10 @@ LINK_RATE = 100e6
 
 
 def main() -> int:
-    """Measure, print, write; return the exit code."""
-    options = _options()
-    samples: dict[str, Any] = {}
-    lines: list[Line] = []
-    with tempfile.TemporaryDirectory(prefix="tensorkeep-bench-", dir=options.dir) as folder:
-        check_capacity(Path(folder), disk=5 * options.size, memory=4 * options.size + 4 * DEFAULT_BUDGET)
-        with server(Path(folder)) as store:
-            for name in options.only:
-                print(name, file=sys.stderr)
-                samples[name] = PARTS[name](store, options)
-                lines += LINES[name](samples[name])
-                store.clear()
-    command = f"stores.py --size {options.size} --rounds {options.rounds}"
-    write_samples(options.out, command, folder=options.dir, lines=lines, samples=samples)
-    return show(lines)
-
-
-def _options() -> argparse.Namespace:
-    parser = parser_of(__doc__, rounds=7, folder="a folder on the disk for objects and local saves")
-    parser.add_argument("--size", type=parse_bytes, default="1GB", help="about this many bytes of bfloat16 weights")
-    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
-    options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error("--rounds takes 1 or more")
-    return options
+    place = "a folder on the disk for objects and local saves"
+    options = parser_of(__doc__, rounds=7, folder=place, size="1GB", parts=PARTS).parse_args()
+    check_capacity(options.dir, disk=5 * options.size, memory=4 * options.size + 4 * DEFAULT_BUDGET)
+    return run_parts("stores.py", PARTS, options)
 
 
 class Server(NamedTuple):
@@ -142,12 +130,6 @@ def client(url: str) -> S3Store:
     return S3Store(BUCKET, endpoint=url, client_options={"allow_http": True})
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
-
-
 # Saves and loads
 
 
@@ -156,7 +138,6 @@ def transfers(store: Server, options: argparse.Namespace) -> Samples:
     state = build(spec_of_size(options.size), seed=SEED)
     content = np.concatenate([tensor.view(torch.uint8).flatten().numpy() for tensor in state.values()])
     alone = client(store.url)
-    threads = STORE_THREADS
 
     def put() -> None:
         parts = (content[start : start + PART_BYTES] for start in range(0, content.size, PART_BYTES))
@@ -166,7 +147,7 @@ def transfers(store: Server, options: argparse.Namespace) -> Samples:
         def read(start: int) -> int:
             return len(obstore.get_range(alone, "alone", start=start, length=min(BLOCK_BYTES, content.size - start)))
 
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(STORE_THREADS) as pool:
             assert sum(pool.map(read, range(0, content.size, BLOCK_BYTES))) == content.size
 
     arms: dict[str, Callable[[], object]] = {
@@ -186,7 +167,7 @@ def transfers(store: Server, options: argparse.Namespace) -> Samples:
         for kind, calls in (("save", arms), ("load", loads)):
             for name in draw.sample([*calls], len(calls)):
                 os.sync()
-                seconds = _seconds(calls[name])
+                seconds = seconds_of(calls[name])
                 if number:
                     samples[f"{kind} {name}"].append(seconds)
     return samples
@@ -208,8 +189,7 @@ def memory(store: Server, options: argparse.Namespace) -> dict[str, dict[str, An
     for compression in COMPRESSIONS:
         place = StorePath(f"s3://{BUCKET}/memory-{compression}")
         size = max(options.size, 2 * DEFAULT_BUDGET)
-        peak = measure_peak(compression, "contiguous", budget=DEFAULT_BUDGET, state_bytes=size, directory=place)
-        found[compression] = asdict(peak)
+        found[compression] = asdict(measure_peak(compression, "contiguous", DEFAULT_BUDGET, size, place))
     return found
 
 
@@ -261,7 +241,7 @@ def training(store: Server, options: argparse.Namespace) -> Samples:
     """
     torch.set_num_threads(1)
     state = build(spec_of_size(options.size), seed=SEED)
-    step = _training_step()
+    step = training_step(batch=128)
     samples: Samples = {name: [] for name in ("alone", "local", "upload", "tier", "elsewhere", "upload seconds")}
     draw = random.Random(SEED)
     with link_to(store.port, LINK_RATE) as link, _uploads_elsewhere(link.url, options.size) as elsewhere:
@@ -269,10 +249,6 @@ def training(store: Server, options: argparse.Namespace) -> Samples:
         local = tensorkeep.CheckpointManager(store.folder / "run", keep_last=1)
         remote = tensorkeep.CheckpointManager(f"s3://{BUCKET}/run")
         tiered = tensorkeep.CheckpointManager(f"s3://{BUCKET}/tiered", local=store.folder / "tier", keep_local=1)
-
-        def alone(number: int) -> Callable[[], bool]:
-            end = time.perf_counter() + 2.0
-            return lambda: time.perf_counter() < end
 
         def save_by(manager: tensorkeep.CheckpointManager) -> Callable[[int], Callable[[], bool]]:
             def begin(number: int) -> Callable[[], bool]:
@@ -282,12 +258,16 @@ def training(store: Server, options: argparse.Namespace) -> Samples:
             return begin
 
         managers = {"local": local, "upload": remote, "tier": tiered}
-        arms = {"alone": alone, **{name: save_by(each) for name, each in managers.items()}, "elsewhere": elsewhere}
+        arms = {
+            "alone": lambda number: for_seconds(2.0),
+            **{name: save_by(each) for name, each in managers.items()},
+            "elsewhere": elsewhere,
+        }
         for number in range(options.rounds + 1):
             for name in draw.sample([*arms], len(arms)):
                 busy = arms[name](number)
                 begin = time.perf_counter()
-                median = _steps_while(step, busy)
+                median = median_step(step, busy)
                 if number:
                     samples[name].append(median)
                     if name == "upload":
@@ -299,37 +279,17 @@ def training(store: Server, options: argparse.Namespace) -> Samples:
     return samples
 
 
-def _training_step() -> Callable[[], float]:
-    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    inputs = torch.randn(128, 512)
-
-    def work() -> None:
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-
-    return lambda: _seconds(work)
-
-
-def _steps_while(step: Callable[[], float], busy: Callable[[], bool]) -> float:
-    found = []
-    while busy() or len(found) < 5:
-        found.append(step())
-    return statistics.median(found)
-
-
 _ELSEWHERE = """
 import sys, numpy, obstore
 from obstore.store import S3Store
 url, bucket, size, part, at_once = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 store = S3Store(bucket, endpoint=url, client_options={"allow_http": True})
 content = numpy.random.default_rng(1).bytes(part)
-print(flush=True)
+print("[]", flush=True)
 for _ in sys.stdin:
     parts = (content for _ in range(0, size, part))
     obstore.put(store, "elsewhere", parts, use_multipart=True, chunk_size=part, max_concurrency=at_once)
-    print(flush=True)
+    print("[]", flush=True)
 """
 
 
@@ -337,22 +297,17 @@ for _ in sys.stdin:
 def _uploads_elsewhere(url: str, size: int) -> Iterator[Callable[[int], Callable[[], bool]]]:
     """Run a process in which obstore uploads as many bytes; yield a function that begins an upload."""
     words = [url, BUCKET, str(size), str(PART_BYTES), str(PARTS_AT_ONCE)]
-    command = [sys.executable, "-c", _ELSEWHERE, *words]
-    with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
-        ThreadPoolExecutor(1) as reader,
-    ):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdout.readline()
+    worker = Worker(sys.executable, "-c", _ELSEWHERE, *words)
+    worker.answer()
+    with ThreadPoolExecutor(1) as reader:
 
         def begin(number: int) -> Callable[[], bool]:
-            print(file=process.stdin, flush=True)
-            line = reader.submit(process.stdout.readline)
-            return lambda: not line.done()
+            worker.send()
+            answer = reader.submit(worker.answer)
+            return lambda: not answer.done()
 
         yield begin
-        process.stdin.close()
+    worker.close()
 
 
 def training_lines(samples: Samples) -> Iterator[Line]:
@@ -370,17 +325,21 @@ def training_lines(samples: Samples) -> Iterator[Line]:
         yield Line(f"training step beside {words} / alone", None, *ratios(samples, name, "alone"))
 
 
-PARTS: dict[str, Callable[[Server, argparse.Namespace], Any]] = {
-    "transfers": transfers,
-    "memory": memory,
-    "slices": slices,
-    "training": training,
-}
-LINES: dict[str, Callable[[Any], Iterator[Line]]] = {
-    "transfers": transfer_lines,
-    "memory": memory_lines,
-    "slices": slice_lines,
-    "training": training_lines,
+def served(part: Callable[[Server, argparse.Namespace], Any]) -> Callable[[Path, argparse.Namespace], Any]:
+    """Return a part that starts a server for itself."""
+
+    def measure(folder: Path, options: argparse.Namespace) -> Any:
+        with server(folder) as store:
+            return part(store, options)
+
+    return measure
+
+
+PARTS: dict[str, Part] = {
+    "transfers": (served(transfers), transfer_lines),
+    "memory": (served(memory), memory_lines),
+    "slices": (served(slices), slice_lines),
+    "training": (served(training), training_lines),
 }
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ import msgspec
 
 from chatgot.techniques.base import TECHNIQUE_CLASSES, Technique
 from chatgot.techniques.stack import COMBINATIONS
+from page import RESULTS, markdown
 from tensorkeep.units import counted, format_bytes
 from tensorkeep_bench.analysis.samples import PRACTICAL
 from tensorkeep_bench.report.tables import why_not_run
 from tensorkeep_bench.results import Arm, ArmStatistics, Results, read_results
 from tensorkeep_bench.wording import NOTHING, difference, gain, interval
 
-RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "techniques.md"
 
 _PREFIX = "techniques."
@@ -64,7 +64,7 @@ def page() -> str:
 
 def _overview(techniques: list[type[Technique]]) -> str:
     rows = [[f"[{each.name}](#{each.name})", each.kind, each.summary, each.effect] for each in techniques]
-    return _table(["technique", "kind", "what it does", "what to expect"], rows)
+    return markdown(["technique", "kind", "what it does", "what to expect"], rows)
 
 
 def measured_table(results: Results) -> str:
@@ -74,7 +74,7 @@ def measured_table(results: Results) -> str:
     about = f"## Measured on {_machine(results)}{claim}\n\n{_runs(results)}\n\n"
     arms = [arm for arm in results.arms if arm.role == "arm" and len(_techniques(arm)) == 1]
     headings = ["technique", "speed", "verdict", "memory", "predicted", *_LOSSES.values()]
-    return about + _table(headings, [_row(results, arm, _label(arm)) for arm in sorted(arms, key=_label)])
+    return about + markdown(headings, [_row(results, arm, _label(arm)) for arm in sorted(arms, key=_label)])
 
 
 def combined_table(results: Results) -> str:
@@ -83,7 +83,7 @@ def combined_table(results: Results) -> str:
     arms = [arm for arm in results.arms if arm.role == "arm"]
     headings = ["techniques", "speed", "verdict", "memory", "predicted"]
     rows = [_row(results, arm, f"{arm.name}: {_parts(arm)}")[: len(headings)] for arm in arms]
-    return about + _table(headings, rows)
+    return about + markdown(headings, rows)
 
 
 def _runs(results: Results) -> str:
@@ -97,11 +97,6 @@ def _runs(results: Results) -> str:
 
 def _parts(arm: Arm) -> str:
     return ", ".join(f"`{each}`" for each in sorted(_techniques(arm)))
-
-
-def _table(headings: list[str], rows: list[list[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |\n" for line in lines)
 
 
 def _machine(results: Results) -> str:

@@ -14,13 +14,11 @@ import copy
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,20 @@ import numpy as np
 import torch
 
 import tensorkeep
-from figures import Line, median_line, parser_of, ratios, show, write_samples
+from figures import (
+    Line,
+    Part,
+    Samples,
+    Worker,
+    for_seconds,
+    median_line,
+    median_step,
+    parser_of,
+    ratios,
+    run_parts,
+    seconds_of,
+    training_step,
+)
 from tensorkeep.units import parse_bytes
 from tensorkeep_bench.checkpoint.files import make_cold, warm
 from tensorkeep_bench.checkpoint.models import build, spec_of_size
@@ -37,39 +48,14 @@ SEED = 20_241_121
 
 
 def main() -> int:
-    """Measure, print, write; return the exit code."""
-    parser = parser_of(__doc__, rounds=7, folder="a folder on the disk to measure")
-    parser.add_argument("--size", type=parse_bytes, default="2GB")
-    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
-    options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="tensorkeep-bench-", dir=options.dir))
-    samples: dict[str, Any] = {}
-    lines: list[Line] = []
-    try:
-        for name in options.only:
-            print(name, file=sys.stderr)
-            place = folder / name
-            place.mkdir()
-            samples[name] = PARTS[name](place, options)
-            lines += list(LINES[name](samples[name]))
-            shutil.rmtree(place)
-    finally:
-        shutil.rmtree(folder)
-    command = f"training_saves.py --size {options.size} --rounds {options.rounds}"
-    write_samples(options.out, command, folder=options.dir, lines=lines, samples=samples)
-    return show(lines)
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
+    parser = parser_of(__doc__, rounds=7, folder="a folder on the disk to measure", size="2GB", parts=PARTS)
+    return run_parts("training_saves.py", PARTS, parser.parse_args())
 
 
 # How long the loop is blocked
 
 
-def stall(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
+def stall(folder: Path, options: argparse.Namespace) -> Samples:
     """Return seconds by kind and round; the first round only makes memory warm."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -78,15 +64,15 @@ def stall(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
     target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     # The second keeps its memory from save to save, as Tensorkeep does; its other options need a GPU.
     stagers = {"dcp": None, "dcp, kept memory": DefaultStager(StagingOptions(False, False, False, False))}
-    samples: dict[str, list[float]] = {name: [] for name in ("copy", "one thread", "tensorkeep", *stagers)}
+    samples: Samples = {name: [] for name in ("copy", "one thread", "tensorkeep", *stagers)}
     manager = tensorkeep.CheckpointManager(folder / "run", keep_last=1)
 
     def plain() -> float:
-        return _seconds(lambda: [target[name].copy_(tensor) for name, tensor in state.items()])
+        return seconds_of(lambda: [target[name].copy_(tensor) for name, tensor in state.items()])
 
     def one_thread() -> float:
         pairs = [(target[n].view(torch.int16).numpy(), t.view(torch.int16).numpy()) for n, t in state.items()]
-        return _seconds(lambda: [np.copyto(*pair) for pair in pairs])
+        return seconds_of(lambda: [np.copyto(*pair) for pair in pairs])
 
     def ours(number: int) -> float:
         begin = time.perf_counter()
@@ -116,7 +102,7 @@ def stall(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
     return samples
 
 
-def stall_lines(samples: dict[str, list[float]]) -> Iterator[Line]:
+def stall_lines(samples: Samples) -> Iterator[Line]:
     yield Line("stall / plain copy", 1.3, *ratios(samples, "tensorkeep", "copy"), at_most=True)
     yield Line("stall / DCP async_save", 0.7, *ratios(samples, "tensorkeep", "dcp"), at_most=True)
 
@@ -124,55 +110,27 @@ def stall_lines(samples: dict[str, list[float]]) -> Iterator[Line]:
 # How much slower steps are
 
 
-def slowdown(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
+def slowdown(folder: Path, options: argparse.Namespace) -> Samples:
     """Return the median seconds of a training step, alone, beside our save, and beside another process's save."""
     state = build(spec_of_size(options.size), seed=SEED)
-    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    inputs = torch.randn(256, 512)
     source = folder / "source"
     tensorkeep.save(state, source)
-
-    def step() -> float:
-        def work() -> None:
-            optimizer.zero_grad()
-            model(inputs).square().mean().backward()
-            optimizer.step()
-
-        return _seconds(work)
-
-    def steps_while(busy: Callable[[], bool]) -> float:
-        found = []
-        while busy() or len(found) < 5:
-            found.append(step())
-        return statistics.median(found)
-
+    step = training_step()
     manager = tensorkeep.CheckpointManager(folder / "run", keep_last=1)
     manager.save(0, state).wait()
-    other = subprocess.Popen(
-        [sys.executable, "-c", _OUTSIDE, str(source), str(folder / "outside")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert other.stdin is not None
-    assert other.stdout is not None
-    other.stdout.readline()
-    samples: dict[str, list[float]] = {"alone": [], "inside": [], "outside": [], "save": []}
+    other = Worker(sys.executable, "-c", _OUTSIDE, str(source), str(folder / "outside"))
+    other.answer()
+    samples: Samples = {"alone": [], "inside": [], "outside": [], "save": []}
     for number in range(1, options.rounds + 1):
-        end = time.perf_counter() + 1.0
-        samples["alone"].append(steps_while(lambda end=end: time.perf_counter() < end))
+        samples["alone"].append(median_step(step, for_seconds(1.0)))
         pending = manager.save(number, state)
-        samples["inside"].append(steps_while(lambda pending=pending: not pending.done()))
+        samples["inside"].append(median_step(step, lambda pending=pending: not pending.done()))
         samples["save"].append(pending.wait().durable_seconds)
-        print(file=other.stdin, flush=True)
-        done = threading.Event()
-        reader = threading.Thread(target=lambda done=done: (other.stdout.readline(), done.set()))
+        other.send()
+        reader = threading.Thread(target=other.answer)
         reader.start()
-        samples["outside"].append(steps_while(lambda done=done: not done.is_set()))
-        reader.join()
-    other.stdin.close()
-    other.wait()
+        samples["outside"].append(median_step(step, reader.is_alive))
+    other.close()
     manager.close()
     return samples
 
@@ -182,31 +140,27 @@ import sys, shutil, tensorkeep
 state = tensorkeep.load(sys.argv[1])
 manager = tensorkeep.CheckpointManager(sys.argv[2], keep_last=1, asynchronous=False)
 manager.save(0, state)
-print(flush=True)
+print("[]", flush=True)
 for number, _ in enumerate(sys.stdin, start=1):
     manager.save(number, state)
-    print(flush=True)
+    print("[]", flush=True)
 """
 
 
-def slowdown_lines(samples: dict[str, list[float]]) -> Iterator[Line]:
-    yield Line(
-        "training step beside our save / beside another process's",
-        1.15,
-        *ratios(samples, "inside", "outside"),
-        at_most=True,
-    )
+def slowdown_lines(samples: Samples) -> Iterator[Line]:
+    what = "training step beside our save / beside another process's"
+    yield Line(what, 1.15, *ratios(samples, "inside", "outside"), at_most=True)
 
 
 # Incremental
 
 
-def incremental(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
+def incremental(folder: Path, options: argparse.Namespace) -> Samples:
     """Return bytes and durable seconds of full saves and of those with 5% of the tensors changed."""
     state = build(spec_of_size(options.size), seed=SEED)
     pieces = {f"{name}.{k}": part for name, t in state.items() for k, part in enumerate(t.split(max(1, len(t) // 4)))}
     names = sorted(pieces)
-    samples: dict[str, list[float]] = {"full bytes": [], "bytes": [], "full": [], "seconds": []}
+    samples: Samples = {"full bytes": [], "bytes": [], "full": [], "seconds": []}
     draw = np.random.default_rng(SEED)
     for number in range(options.rounds + 1):
         report = tensorkeep.save(pieces, folder / "full", incremental=True)
@@ -227,7 +181,7 @@ def incremental(folder: Path, options: argparse.Namespace) -> dict[str, list[flo
     return samples
 
 
-def incremental_lines(samples: dict[str, list[float]]) -> Iterator[Line]:
+def incremental_lines(samples: Samples) -> Iterator[Line]:
     yield Line("incremental, 5% changed: bytes / full", 0.06, *ratios(samples, "bytes", "full bytes"), at_most=True)
     yield Line("incremental, 5% changed: durable / full", 0.25, *ratios(samples, "seconds", "full"), at_most=True)
 
@@ -329,19 +283,19 @@ _LONGEST = 7
 _COPIES = 20
 
 
-def _restore(folder: Path, first: dict[str, Any], last: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+def _restore(folder: Path, first: dict[str, Any], last: dict[str, Any], rounds: int) -> Samples:
     """Return the seconds of filling a large state from differences, and from whole blocks."""
     first, last = ({str(k): copy.deepcopy(state) for k in range(_COPIES)} for state in (first, last))
     tensorkeep.save(first, folder / "first", compression="lossless", incremental=True)
     tensorkeep.save(last, folder / "chain", compression="lossless", base=folder / "first", delta=True)
     tensorkeep.save(last, folder / "whole", compression="lossless")
-    samples: dict[str, list[float]] = {}
+    samples: Samples = {}
     for _ in range(rounds):
         for kind in ("warm", "cold"):
             for name in ("whole", "chain"):
                 path = folder / name
                 (warm if kind == "warm" else make_cold)(path)
-                seconds = _seconds(lambda path=path: tensorkeep.load(path, into=first))
+                seconds = seconds_of(lambda path=path: tensorkeep.load(path, into=first))
                 samples.setdefault(f"load {name}, {kind}", []).append(seconds)
     return samples
 
@@ -416,19 +370,12 @@ def memory_lines(samples: dict[str, dict[str, int]]) -> Iterator[Line]:
         yield Line(f"most memory besides a state of {size}, budget 512 MiB", 512 + 64, most, unit="MiB", at_most=True)
 
 
-PARTS: dict[str, Callable[[Path, argparse.Namespace], Any]] = {
-    "stall": stall,
-    "slowdown": slowdown,
-    "incremental": incremental,
-    "delta": delta,
-    "memory": memory,
-}
-LINES: dict[str, Callable[[Any], Iterator[Line]]] = {
-    "stall": stall_lines,
-    "slowdown": slowdown_lines,
-    "incremental": incremental_lines,
-    "delta": delta_lines,
-    "memory": memory_lines,
+PARTS: dict[str, Part] = {
+    "stall": (stall, stall_lines),
+    "slowdown": (slowdown, slowdown_lines),
+    "incremental": (incremental, incremental_lines),
+    "delta": (delta, delta_lines),
+    "memory": (memory, memory_lines),
 }
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -216,7 +216,7 @@ def _without_process_group_warning() -> Iterator[None]:
 
 _T5X_CONCURRENCY = 128
 _ARRAY_MEMORY = "4GiB"  # memory for arrays in flight: enough that it limits none of the settings that are measured
-_MAX_IN_FLIGHT = 1024**3  # bytes of arrays, as stored, that are read at once; a larger array is read alone
+_MAX_IN_FLIGHT = 1024**3  # bytes of arrays, as stored, after which the next read waits for earlier ones
 
 
 class TensorstoreTool(Tool, frozen=True, tag="tensorstore"):
@@ -305,37 +305,38 @@ def _read_arrays(
 
     # TensorStore's limit on concurrent file operations.
     limits = context(concurrency=concurrency)
-
-    def begin_open(name: str) -> Any:
-        return start_open(directory, known[name], limits, fill_missing=known[name].types is None)
-
-    def begin_read(name: str, opened: Any) -> tuple[Any, Any]:
+    # Lazy: with ``"one"``, each array is opened and read before the next.
+    opening: Iterable[Any] = (
+        start_open(directory, each, limits, fill_missing=each.types is None) for each in known.values()
+    )
+    most = 0
+    if in_flight == "all":
+        opening, most = [*opening], _MAX_IN_FLIGHT
+    tensors: dict[str, torch.Tensor] = {}
+    reading: deque[tuple[str, int, Any, Any]] = deque()
+    bytes_in_flight = 0
+    for name, opened in zip(known, opening, strict=True):
         with directory.reading(name):
             array = check_array(name, known[name], opened.result(), directory)
-            return array.store.read(order="C"), array.types
+            size = math.prod(array.shape) * array.types.stored.itemsize
+            reading.append((name, size, array.store.read(order="C"), array.types))
+        bytes_in_flight += size
+        while reading and (bytes_in_flight > most or len(tensors) + len(reading) == len(known)):
+            earlier, size, content, types = reading.popleft()
+            with directory.reading(earlier):
+                tensors[earlier] = _tensor(content.result(), types)
+            bytes_in_flight -= size
+    return tensors
 
-    def finish(name: str, reading: Any, types: Any) -> "torch.Tensor":
-        with directory.reading(name):
-            content = reading.result()
-        if types.converts:
-            return torch.from_numpy(content).to(types.dtype.torch)
-        # By bytes, because torch does not accept every dtype of numpy, such as bfloat16.
-        flat = torch.from_numpy(content.reshape(-1).view(np.uint8))
-        return flat.view(types.dtype.torch).reshape(content.shape)
 
-    # Each array is opened and read before the next. Otherwise all are opened, then up to 1 GiB is read at once.
-    if in_flight == "one":
-        return {name: finish(name, *begin_read(name, begin_open(name))) for name in known}
-    opening = {name: begin_open(name) for name in known}
-    tensors: dict[str, torch.Tensor] = {}
-    reading: deque[tuple[str, int, tuple[Any, Any]]] = deque()
-    for name, opened in opening.items():
-        size = math.prod(opened.result().shape) * opened.result().dtype.numpy_dtype.itemsize
-        while reading and size + sum(entry[1] for entry in reading) > _MAX_IN_FLIGHT:
-            earlier, _, started = reading.popleft()
-            tensors[earlier] = finish(earlier, *started)
-        reading.append((name, size, begin_read(name, opened)))
-    return tensors | {name: finish(name, *started) for name, _, started in reading}
+def _tensor(content: npt.NDArray[Any], types: Any) -> "torch.Tensor":
+    import torch
+
+    if types.converts:
+        return torch.from_numpy(content).to(types.dtype.torch)
+    # By bytes, because torch does not accept every dtype of numpy, such as bfloat16.
+    flat = torch.from_numpy(content.reshape(-1).view(np.uint8))
+    return flat.view(types.dtype.torch).reshape(content.shape)
 
 
 class OrbaxTool(Tool, frozen=True, tag="orbax"):

@@ -10,13 +10,14 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from tensorkeep.ext import format_bytes, number
 from tensorkeep.ext.pages import (
+    Bars,
     Chart,
+    ChartBar,
     Curve,
     PageKind,
     Point,
@@ -28,9 +29,15 @@ from tensorkeep.ext.pages import (
     render_page,
 )
 from tensorkeep.ext.storage import replace_file
-from tensorkeep_bench.report.bars import BAR_LEGEND, amount_bars, bars_note
 from tensorkeep_bench.report.images import GAIN_LEGEND, png_file, svg_file
-from tensorkeep_bench.report.measures import GIB, compared_arms, subject_and_machine, subject_name
+from tensorkeep_bench.report.measures import (
+    GIB,
+    compared_arms,
+    compared_measures,
+    scale_of,
+    subject_and_machine,
+    subject_name,
+)
 from tensorkeep_bench.report.plots import FILES_ONLY, NAME_LENGTH, Plot, draw_plots
 from tensorkeep_bench.report.sentences import (
     completeness,
@@ -51,7 +58,7 @@ from tensorkeep_bench.report.tables import (
     observed_table,
     verdict_table,
 )
-from tensorkeep_bench.results import ArmStatistics, CellRecord, Results, Subject, read_results
+from tensorkeep_bench.results import ArmStatistics, CellRecord, Measure, Results, Subject, read_results
 from tensorkeep_bench.wording import capitalised, clipped
 
 REPORT = PageKind("report", "report", "tensorkeep-bench", "tensorkeep_bench.report")
@@ -61,63 +68,48 @@ _MOST_CELLS = 3000
 
 def report_page(results: Results, plots: list[Plot]) -> str:
     """Return the page with the plots of `draw_plots`; MissingExtraError if jinja2 is not installed."""
-    names = {plot.name for plot in plots}
+    shown = {plot.name: (plot.title, plot.canvas.page_svg(plot.title)) for plot in plots if plot.name not in FILES_ONLY}
     # A design has a plot of its own. Bars begin at 0, where no loss is, so that training has a map of gains.
-    picture = next((name for name in ("steps", "effects") if name in names), "")
+    usual = "gains" if results.experiment.workload == "training" else "bars"
+    heading, subject = results.experiment.title or results.experiment.name, subject_and_machine(results)
     return render_page(
         "template.html.j2",
         REPORT,
-        plots={
-            plot.name: (plot.title, plot.canvas.page_svg(plot.title)) for plot in plots if plot.name not in FILES_ONLY
-        },
-        picture=picture or ("gains" if results.experiment.workload == "training" else "bars"),
-        **_content(results),
-    )
-
-
-def _content(results: Results) -> dict[str, Any]:
-    summary, experiment = results.summary, results.experiment
-    not_run, observed = not_run_table(results), observed_table(results)
-    heading, subject = experiment.title or experiment.name, subject_and_machine(results)
-    return {
-        "title": f"{heading}: {subject}",
-        "heading": heading,
-        "measured": subject,
-        "verdict": verdict_sentence(results),
-        "bars": amount_bars(results),
-        "bars_note": bars_note(results),
-        "bar_legend": BAR_LEGEND,
-        "gains": gain_map(results),
-        "gain_legend": GAIN_LEGEND,
-        "losses": loss_charts(results),
-        "losses_note": losses_note(results),
-        "about": experiment.about,
-        "measured_by": measured_by(results),
-        "incomplete": completeness(results),
-        "headlines": headlines(results),
-        "recommendations": [
-            (purpose(one), capitalised(one.text), _json(one.settings)) for one in summary.recommendations
+        results=results,
+        plots=shown,
+        picture=next((name for name in ("steps", "effects") if name in shown), usual),
+        title=f"{heading}: {subject}",
+        heading=heading,
+        measured=subject,
+        verdict=verdict_sentence(results),
+        bars=amount_bars(results),
+        bars_note=bars_note(results),
+        bar_legend=BAR_LEGEND,
+        gains=gain_map(results),
+        gain_legend=GAIN_LEGEND,
+        losses=loss_charts(results),
+        losses_note=losses_note(results),
+        measured_by=measured_by(results),
+        incomplete=completeness(results),
+        headlines=headlines(results),
+        recommendations=[
+            (purpose(one), capitalised(one.text), _json(one.settings)) for one in results.summary.recommendations
         ],
-        "warnings": summary.warnings,
-        "noise": noise_lines(results),
-        "comparison": isolated_table(results),
-        "verdicts": [verdict_table(results, measure) for measure in results.primary()],
+        noise=noise_lines(results),
+        comparison=isolated_table(results),
+        verdicts=[verdict_table(results, measure) for measure in results.primary()],
         **design_tables(results),
-        "aliases": aliases_lines(results),
-        "claims": claims_table(results),
-        "not_run": not_run if not_run.rows else None,
-        "observed": observed if observed.rows else None,
-        "environment": facts_of(results.environment),
-        "subject": _subject(results.subject),
-        "arms": arms_table(results),
-        "cells": _cells(results),
-        "left_out": max(0, len(results.cells) - _MOST_CELLS),
-        "experiment": _json(msgspec.to_builtins(experiment)),
-        "command": results.command,
-        "version": results.tensorkeep or "unknown",
-        "seed": experiment.seed,
-        "training": experiment.workload == "training",
-    }
+        aliases=aliases_lines(results),
+        claims=claims_table(results),
+        not_run=not_run_table(results),
+        observed=observed_table(results),
+        environment=facts_of(results.environment),
+        subject=_subject(results.subject),
+        arms=arms_table(results),
+        cells=_cells(results),
+        left_out=max(0, len(results.cells) - _MOST_CELLS),
+        experiment=_json(msgspec.to_builtins(results.experiment)),
+    )
 
 
 def _json(value: object) -> str:
@@ -248,6 +240,40 @@ def _harmless(value: object) -> object:
     if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
         return f"'{value}"
     return value
+
+
+# Bars, which the terminal prints, too: saving, loading and size by arm
+
+_MOST_BARS = 14
+_TONES = {"helps": "good", "hurts": "bad"}
+
+# Tones of bars, and their meaning.
+BAR_LEGEND = (("base", "baseline"), ("good", "better"), ("bad", "worse"), ("", "no difference shown"))
+
+
+def amount_bars(results: Results) -> list[Bars]:
+    return [_bars(results, measure) for measure in compared_measures(results).named().values()]
+
+
+def bars_note(results: Results) -> str:
+    count = sum(results.ran(arm.name) for arm in compared_arms(results))
+    left_out = f" The baseline and the best {_MOST_BARS - 1} of {count} arms." if count > _MOST_BARS else ""
+    return f"Medians, the best first: shorter is better. Line: range of the runs.{left_out}"
+
+
+def _bars(results: Results, measure: Measure) -> Bars:
+    scale, bars = scale_of(results, measure), []
+    for arm in compared_arms(results):
+        found = scale.describe(results, arm.name)
+        if found is not None:
+            verdict = results.statistics(arm.name, measure.name).verdict
+            tone = "base" if arm.name == results.baseline else _TONES.get(verdict or "", "")
+            text = number(found.median) if scale.per_byte else f"{number(found.median)} {scale.unit}"
+            bars.append(ChartBar(arm.name, found.median, text, tone=tone, low=found.low, high=found.high))
+    bars.sort(key=lambda bar: bar.value)
+    # The baseline is always kept; the sort is stable, so the best of the others follow.
+    kept = sorted(bars, key=lambda bar: bar.tone != "base")[:_MOST_BARS]
+    return Bars(capitalised(scale.label), [bar for bar in bars if bar in kept])
 
 
 # Loss curves
