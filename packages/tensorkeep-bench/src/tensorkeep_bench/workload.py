@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import msgspec
-from msgspec.inspect import DictType, ListType, StructType, Type, UnionType, VarTupleType, type_info
+from msgspec.inspect import ListType, StructType, Type, UnionType, VarTupleType, type_info
 
 from tensorkeep.errors import TensorkeepError, UsageError, did_you_mean
 from tensorkeep.ext import prepared
@@ -21,8 +21,7 @@ SettingsT = TypeVar("SettingsT", bound=msgspec.Struct)
 # The runner handles settings as JSON objects; only the workload gives them types.
 ArmT = TypeVar("ArmT")
 
-_ERROR_PATH = re.compile(r"(.*) - at `\$(.*)`", re.DOTALL)
-_PATH_STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
+_PATH_STEP = re.compile(r"\.([^.\[`]+)|\[(\d+)\]")
 _FIELD_ERROR = re.compile(r"Object (?:contains unknown|missing required) field `(.*)`")
 
 
@@ -144,52 +143,35 @@ def convert(value: object, kind: type[T], *, what: str, path: str | None = None)
         raise UsageError(message, path=path, remedy=remedy) from error
 
 
-def _explain(problem: str, value: object, kind: type[Any], what: str) -> tuple[str, str]:
-    # msgspec reports the place only in the text of the message.
-    found = _ERROR_PATH.fullmatch(problem)
-    problem, place = (found[1], found[2]) if found else (problem, "")
-    fields, place = _follow(place, value, kind)
-    where = ": ".join(part for part in (what, place) if part)
+def _explain(problem: str, value: Any, kind: type[Any], what: str) -> tuple[str, str]:
+    # msgspec reports the place only in the text of the message: ``... - at `$.arms[0].settings` ``.
+    problem, _, path = problem.partition(" - at `$")
+    info, place = type_info(kind), ""
+    for step in _PATH_STEP.finditer(path):
+        info, value, place = _child(info, step[1]), value[step[1] or int(step[2])], place + step[0]
+        # A name is easier to find in a long list than a number.
+        if step[2] and isinstance(value, dict) and isinstance(value.get("name"), str):
+            place += f" ({value['name']!r})"
+    where = f"{what}: {place.removeprefix('.')}" if place else what
     field = _FIELD_ERROR.fullmatch(problem)
     if field is None:
         return f"{where}: {problem[:1].lower()}{problem[1:]}", "correct the value"
     if "unknown" in problem:
-        return f"{where} has no field {field[1]!r}", did_you_mean(field[1], fields, "its fields")
+        known = [each.encode_name for end in _kinds(info) if isinstance(end, StructType) for each in end.fields]
+        return f"{where} has no field {field[1]!r}", did_you_mean(field[1], known, "its fields")
     return f"{where} lacks the field {field[1]!r}", f"add {field[1]!r}"
 
 
-def _follow(place: str, value: Any, kind: type[Any]) -> tuple[list[str], str]:
-    """Follow a path such as ``.arms[0].settings``; return the fields at its end, and ``arms[0] ('one').settings``."""
-    info: Type | None = type_info(kind)
-
-    def described(step: re.Match[str]) -> str:
-        nonlocal info, value
-        key: Any = step[1] or int(step[2])
-        info = _child(info, key)
-        try:
-            value = value[key]
-        # The value is invalid, so the path may leave it early.
-        except (KeyError, IndexError, TypeError):
-            value = None
-        # A name is easier to find in a long list than a number.
-        name = value.get("name") if step[2] and isinstance(value, dict) else None
-        return f"{step[0]} ({name!r})" if isinstance(name, str) else step[0]
-
-    place = _PATH_STEP.sub(described, place).removeprefix(".")
-    end = _container(info)
-    return ([field.encode_name for field in end.fields] if isinstance(end, StructType) else []), place
-
-
-def _container(info: Type | None) -> Type | None:
+def _kinds(info: Type) -> tuple[Type, ...]:
     # A field that may be null is a union; its error lies in the type that is not null.
-    kinds = info.types if isinstance(info, UnionType) else (info,)
-    return next((kind for kind in kinds if isinstance(kind, StructType | ListType | VarTupleType | DictType)), None)
+    return info.types if isinstance(info, UnionType) else (info,)
 
 
-def _child(info: Type | None, key: str | int) -> Type | None:
-    info = _container(info)
-    if isinstance(info, StructType):
-        return next((field.type for field in info.fields if field.encode_name == key), None)
-    if isinstance(info, ListType | VarTupleType):
-        return info.item_type
-    return info.value_type if isinstance(info, DictType) else None
+def _child(info: Type, field: str | None) -> Type:
+    """Return the type of a field, or of the items of a list without one."""
+    for kind in _kinds(info):
+        if isinstance(kind, StructType):
+            return next(each.type for each in kind.fields if each.encode_name == field)
+        if isinstance(kind, ListType | VarTupleType):
+            return kind.item_type
+    return info

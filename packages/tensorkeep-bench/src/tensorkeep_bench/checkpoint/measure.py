@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import torch
 
 from tensorkeep.errors import TensorkeepError, first_line
 from tensorkeep.ext import machine
@@ -205,8 +206,6 @@ def _is_full(directory: Path) -> bool:
 
 
 def call_once(tool: Tool, folder: Path) -> None:
-    import torch
-
     path = folder / f"first-call{tool.suffix}"
     # A few kilobytes, so that no figure contains imports and other work of the first call.
     state = tool.view({"a": torch.ones(_WARM_UP_ELEMENTS), "b": torch.ones(2, 2)})

@@ -4,12 +4,11 @@ import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from tensorkeep.errors import UsageError
-
-if TYPE_CHECKING:
-    import torch
 
 # Random weights cost the time and the space of trained ones: a codec sees the same narrow range of exponents, and
 # mantissas that are noise.
@@ -132,14 +131,12 @@ def spec_of_size(nbytes: int) -> str:
     return f"{_MODEL}:{size}:{DEFAULT_DTYPE}"
 
 
-def build(spec: str, *, seed: int = 0) -> "dict[str, torch.Tensor]":
+def build(spec: str, *, seed: int = 0) -> dict[str, torch.Tensor]:
     """Return the tensors of a spec, on the CPU: weights drawn N(0, 0.02), norms 1; UsageError if not valid."""
-    import torch
-
     parsed = parse(spec)
     dtype = getattr(torch, parsed.dtype)
 
-    def fill(place: int, shape: tuple[int, ...]) -> "torch.Tensor":
+    def fill(place: int, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:
             return torch.ones(shape, dtype=dtype)
         # The values depend only on seed, position and shape, so the weights of ``first-100`` are the first hundred of
@@ -152,9 +149,7 @@ def build(spec: str, *, seed: int = 0) -> "dict[str, torch.Tensor]":
         return dict(zip(parsed.shapes, tensors, strict=True))
 
 
-def _normal(shape: tuple[int, ...], dtype: "torch.dtype", generator: "torch.Generator") -> "torch.Tensor":
-    import torch
-
+def _normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     tensor = torch.empty(shape, dtype=dtype)
     flat = tensor.view(-1)
     # Chunk by chunk, because a float32 copy of the tensor would double the memory.
@@ -165,10 +160,8 @@ def _normal(shape: tuple[int, ...], dtype: "torch.dtype", generator: "torch.Gene
     return tensor
 
 
-def add_adamw_state(tensors: "dict[str, torch.Tensor]", *, seed: int = 0) -> dict[str, Any]:
+def add_adamw_state(tensors: dict[str, torch.Tensor], *, seed: int = 0) -> dict[str, Any]:
     """Return ``{"model": tensors, "optimizer": state_dict, "step": 1}`` after one AdamW step on the tensors."""
-    import torch
-
     # The moments have the dtype of the weights, as in torch's AdamW, and take twice their bytes.
     optimizer = torch.optim.AdamW(tensors.values(), lr=_LEARNING_RATE)
     generator = torch.Generator().manual_seed(seed)

@@ -9,22 +9,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
+from safetensors.torch import load_file, save_file
 
 from tensorkeep import load, save
 from tensorkeep.errors import UsageError
-from tensorkeep.ext.formats import FORMATS
-from tensorkeep.ext.state import flatten
-from tensorkeep.ext.storage import DEFAULT_BUDGET, default_threads
+from tensorkeep.ext.formats import FORMATS, find_codec
+from tensorkeep.ext.state import flatten, make_view
+from tensorkeep.ext.storage import DEFAULT_BUDGET, LocalDirectory, default_threads
 from tensorkeep_bench.results import Settings
 from tensorkeep_bench.workload import convert
-
-if TYPE_CHECKING:
-    import torch
 
 Threads = Annotated[int, msgspec.Meta(ge=1, le=256)]
 
@@ -58,8 +57,6 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
     def view(self, state: Any) -> Any:
         if self.nested:
             return state
-        import torch
-
         # A state that is a single tensor has an empty name, which not every tool accepts as a key.
         return {
             leaf.name or "state": leaf.array if leaf.is_torch else torch.from_numpy(np.asarray(leaf.array))
@@ -99,8 +96,6 @@ class TensorkeepTool(Tool, frozen=True, tag="tensorkeep"):
 
     @classmethod
     def parse(cls, settings: Mapping[str, object]) -> Self:
-        from tensorkeep.ext.formats import find_codec
-
         tool = super().parse(settings)
         if tool.compression != "auto":
             # A codec with a typo is refused now, not in every cell.
@@ -133,8 +128,6 @@ class TorchTool(Tool, frozen=True, tag="torch"):
     nested: ClassVar[bool] = True
 
     def save(self, state: Any, path: Path) -> None:
-        import torch
-
         # The option is global, so other saves of the process must not see it.
         default = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(self.crc32)
@@ -144,8 +137,6 @@ class TorchTool(Tool, frozen=True, tag="torch"):
             torch.serialization.set_crc32_options(default)
 
     def load(self, path: Path) -> Any:
-        import torch
-
         # A training state also holds numpy arrays, such as the states of random generators.
         with torch.serialization.safe_globals(_numpy_globals()):
             return torch.load(path, weights_only=True)
@@ -166,14 +157,10 @@ class SafetensorsTool(Tool, frozen=True, tag="safetensors"):
     maps_files: ClassVar[bool] = True
 
     def save(self, state: Any, path: Path) -> None:
-        from safetensors.torch import save_file
-
         # It refuses tensors that are not contiguous, so its users have to copy them.
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
 
     def load(self, path: Path) -> Any:
-        from safetensors.torch import load_file
-
         return load_file(path)
 
 
@@ -264,9 +251,8 @@ InFlight = Literal["one", "all"]
 
 def load_tensorstore(
     path: Path, *, concurrency: int | None = None, in_flight: InFlight = "all"
-) -> "dict[str, torch.Tensor]":
+) -> dict[str, torch.Tensor]:
     """Read every array of a TensorStore checkpoint that Tensorkeep saved, in the dtype that was saved."""
-    from tensorkeep.ext.storage import LocalDirectory
     from tensorkeep_formats.tensorstore.reader import read_own
 
     with LocalDirectory(path) as directory:
@@ -274,10 +260,7 @@ def load_tensorstore(
         return _with_aliases(_read_arrays(arrays, known, concurrency, in_flight), notes.structure)
 
 
-def load_t5x(path: Path, *, concurrency: int | None = None, in_flight: InFlight = "all") -> "dict[str, torch.Tensor]":
-    import torch
-
-    from tensorkeep.ext.storage import LocalDirectory
+def load_t5x(path: Path, *, concurrency: int | None = None, in_flight: InFlight = "all") -> dict[str, torch.Tensor]:
     from tensorkeep_formats.t5x import read_contents
 
     with LocalDirectory(path) as directory:
@@ -288,18 +271,14 @@ def load_t5x(path: Path, *, concurrency: int | None = None, in_flight: InFlight 
     return _with_aliases(tensors, contents.structure)
 
 
-def _with_aliases(tensors: "dict[str, torch.Tensor]", structure: Any) -> "dict[str, torch.Tensor]":
-    from tensorkeep.ext.state import make_view
-
+def _with_aliases(tensors: dict[str, torch.Tensor], structure: Any) -> dict[str, torch.Tensor]:
     aliases = structure.flat({}).aliases
     return tensors | {name: make_view(tensors[alias.of], alias) for name, alias in aliases.items()}
 
 
 def _read_arrays(
     directory: Any, known: Mapping[str, Any], concurrency: int | None, in_flight: InFlight
-) -> "dict[str, torch.Tensor]":
-    import torch
-
+) -> dict[str, torch.Tensor]:
     from tensorkeep_formats.tensorstore.library import context
     from tensorkeep_formats.tensorstore.reader import check_array, start_open
 
@@ -329,9 +308,7 @@ def _read_arrays(
     return tensors
 
 
-def _tensor(content: npt.NDArray[Any], types: Any) -> "torch.Tensor":
-    import torch
-
+def _tensor(content: npt.NDArray[Any], types: Any) -> torch.Tensor:
     if types.converts:
         return torch.from_numpy(content).to(types.dtype.torch)
     # By bytes, because torch does not accept every dtype of numpy, such as bfloat16.
@@ -355,10 +332,9 @@ class OrbaxTool(Tool, frozen=True, tag="orbax"):
         return to_tensors(ocp.PyTreeCheckpointer().restore(path.absolute()))
 
 
-def to_arrays(tensors: "Mapping[str, torch.Tensor]") -> dict[str, npt.NDArray[Any]]:
+def to_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[Any]]:
     """Return CPU tensors as numpy arrays that share their memory, bfloat16 by ``ml_dtypes``."""
     import ml_dtypes
-    import torch
 
     return {
         # numpy has no bfloat16 of its own.
@@ -369,9 +345,7 @@ def to_arrays(tensors: "Mapping[str, torch.Tensor]") -> dict[str, npt.NDArray[An
     }
 
 
-def to_tensors(arrays: Mapping[str, npt.NDArray[Any]]) -> "dict[str, torch.Tensor]":
-    import torch
-
+def to_tensors(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
     return {
         name: torch.from_numpy(np.asarray(array).view(np.uint16)).view(torch.bfloat16)
         if array.dtype.name == "bfloat16"
@@ -391,8 +365,6 @@ class ZipnnTool(Tool, frozen=True, tag="zipnn"):
     dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16", "float32")
 
     def save(self, state: Any, path: Path) -> None:
-        import torch
-
         with path.open("xb") as file:
             for name, tensor in state.items():
                 raw = tensor.contiguous().view(-1).view(torch.uint8).numpy()
@@ -405,8 +377,6 @@ class ZipnnTool(Tool, frozen=True, tag="zipnn"):
                 file.write(stored)
 
     def load(self, path: Path) -> Any:
-        import torch
-
         loaded = {}
         with path.open("rb") as file:
             while header := file.readline():

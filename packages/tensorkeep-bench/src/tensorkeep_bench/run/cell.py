@@ -94,8 +94,11 @@ def _read_outcome(code: int, out: str, err: str) -> Outcome:
     if code == -signal.SIGKILL:
         return Outcome("memory", "was killed by the kernel, most likely because memory ran out")
     ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    last = (err.strip().splitlines() or ["without an error message"])[-1]
-    return Outcome("failed", f"its process {ending}: {last[:_LONGEST_ERROR]}")
+    return Outcome("failed", f"its process {ending}: {last_line(err)}")
+
+
+def last_line(errors: str) -> str:
+    return (errors.strip().splitlines() or ["without an error message"])[-1][:_LONGEST_ERROR]
 
 
 # Inside the process

@@ -40,7 +40,7 @@ from tensorkeep.errors import (
 from tensorkeep.ext import Closing, machine, prepared
 from tensorkeep_bench.checkpoint.files import release_memory
 from tensorkeep_bench.results import Settings
-from tensorkeep_bench.run.cell import end_with_parent, failed_outcome
+from tensorkeep_bench.run.cell import end_with_parent, failed_outcome, last_line
 from tensorkeep_bench.workload import DoesNotApplyError, GateError, Outcome
 
 SPEED = "tokens_per_second"
@@ -433,7 +433,7 @@ def reference_losses(config: Config, data: Path, steps: int, cache: Path) -> lis
         # In its own process, because compiled code and caches of the reference would change the first step of the cell.
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise TensorkeepError(f"the reference run without techniques failed: {_last_line(done.stderr)}")
+            raise TensorkeepError(f"the reference run without techniques failed: {last_line(done.stderr)}")
         # The last line: libraries may print before it.
         path.write_text(done.stdout.splitlines()[-1])
     return msgspec.json.decode(path.read_bytes(), type=list[float])
@@ -473,7 +473,7 @@ def run_on_ranks(job: TrainingJob, ranks: int, folder: Path) -> Outcome:
     # Files, because torchrun mixes the output of its ranks.
     files = [_outcome_file(folder, rank) for rank in range(ranks)]
     if done.returncode or not all(file.exists() for file in files):
-        raise TensorkeepError(f"torchrun with {ranks} ranks failed: {_last_line(done.stderr)}")
+        raise TensorkeepError(f"torchrun with {ranks} ranks failed: {last_line(done.stderr)}")
     return joined([msgspec.json.decode(file.read_bytes(), type=prepared(Outcome)) for file in files])
 
 
@@ -507,18 +507,13 @@ def _outcome_file(folder: Path, rank: int) -> Path:
     return folder / f"outcome-{rank}.json"
 
 
-def _last_line(errors: str) -> str:
-    return (errors.strip().splitlines() or ["without an error message"])[-1]
-
-
 if __name__ == "__main__":
+    # A killed cell must not leave processes that train on.
+    end_with_parent()
     _kind, _task = sys.argv[1:]
     if _kind == "reference":
         _run_reference(msgspec.json.decode(_task, type=prepared(_ReferenceTask)))
+    elif _kind == "partner":
+        _run_partner(msgspec.json.decode(_task, type=prepared(PartnerTask)))
     else:
-        # A killed cell must not leave processes that train on.
-        end_with_parent()
-        if _kind == "partner":
-            _run_partner(msgspec.json.decode(_task, type=prepared(PartnerTask)))
-        else:
-            _run_rank(Path(_task))
+        _run_rank(Path(_task))
