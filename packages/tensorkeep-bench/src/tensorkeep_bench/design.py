@@ -89,35 +89,29 @@ class Expansion:
         return True
 
 
-def one_at_a_time(base: Base, changes: Sequence[Change]) -> Expansion:
-    found = _with_base(base)
-    _add_alone(found, base, changes)
-    return found
+# The places of each design, in the order of the arms. The base comes first in all of them.
+_PLACES = {
+    "one-at-a-time": ("alone",),
+    "leave-one-out": ("full", "without"),
+    "steps": ("step", "full", "alone", "without"),
+}
 
 
-def leave_one_out(base: Base, changes: Sequence[Change]) -> Expansion:
-    found = _with_base(base)
-    stack = _stack(changes)
-    found.add(FULL, base, stack, Place("full"), "All changes together.")
-    _add_without(found, base, stack)
-    return found
-
-
-def steps(base: Base, changes: Sequence[Change]) -> Expansion:
-    """Return the base, the stack built up one change at a time, each change alone, and each change left out."""
-    found = _with_base(base)
-    stack = _stack(changes)
-    for index, change in enumerate(stack, start=1):
+def with_changes(design: str, base: Base, changes: Sequence[Change]) -> Expansion:
+    """Return the arms of the design ``one-at-a-time``, ``leave-one-out`` or ``steps``."""
+    found, places = _with_base(base), _PLACES[design]
+    stack = _stack(changes) if "full" in places else []
+    for index, change in enumerate(stack if "step" in places else (), start=1):
         place = Place("step", change.name, index)
         if not found.add(change.arm or f"+{change.name}", base, stack[:index], place, change.about):
-            raise UsageError(
-                # Two steps would share one arm, so the gain of the second could not be measured.
-                f"step {change.name!r} has the settings of an earlier one",
-                remedy="remove it, or mark it as optional, so that it is measured alone",
-            )
-    # The last step has these settings, so its arm gets this place and no arm is added.
-    found.add(FULL, base, stack, Place("full"))
-    _add_alone(found, base, changes)
+            # Two steps would share one arm, so the gain of the second could not be measured.
+            remedy = "remove it, or mark it as optional, so that it is measured alone"
+            raise UsageError(f"step {change.name!r} has the settings of an earlier one", remedy=remedy)
+    if "full" in places:
+        # After steps, no arm is added: the last step has these settings and gets this place.
+        found.add(FULL, base, stack, Place("full"), "All changes together.")
+    if "alone" in places:
+        _add_alone(found, base, changes)
     _add_without(found, base, stack)
     return found
 
@@ -133,10 +127,8 @@ def combinations(base: Base, changes: Sequence[Change], combined: Sequence[Combi
         for change in members:
             need = next((need for need in change.needs if need not in combination.changes), None)
             if need is not None:
-                raise UsageError(
-                    f"combination {name!r} has {change.name!r} without {need!r}, which it needs",
-                    remedy=f"add {need!r} to its changes",
-                )
+                message = f"combination {name!r} has {change.name!r} without {need!r}, which it needs"
+                raise UsageError(message, remedy=f"add {need!r} to its changes")
         found.add(name, base, members, Place("combination", changes=combination.changes), combination.about)
     return found
 
@@ -144,27 +136,22 @@ def combinations(base: Base, changes: Sequence[Change], combined: Sequence[Combi
 def factorial(base: Base, factors: Mapping[str, Sequence[Change]]) -> Expansion:
     """Return every combination of the levels of up to five factors; the first levels are the base's."""
     if len(factors) > MOST_FACTORS_IN_FULL:
-        raise UsageError(
-            f"a full factorial takes up to {MOST_FACTORS_IN_FULL} factors, not {len(factors)}",
-            remedy='write "design": "fractional"',
-        )
+        message = f"a full factorial takes up to {MOST_FACTORS_IN_FULL} factors, not {len(factors)}"
+        raise UsageError(message, remedy='write "design": "fractional"')
     return _points(base, factors, itertools.product(*(range(len(levels)) for levels in factors.values())))
 
 
 def fractional(base: Base, factors: Mapping[str, Sequence[Change]]) -> Expansion:
     """Return a fraction of the combinations of 6 to 15 two-level factors, enough to estimate main effects."""
-    if not FEWEST_FACTORS_IN_FRACTION <= len(factors) <= MOST_FACTORS:
-        few = len(factors) < FEWEST_FACTORS_IN_FRACTION
-        raise UsageError(
-            f"a fractional design takes {FEWEST_FACTORS_IN_FRACTION} to {MOST_FACTORS} factors, not {len(factors)}",
-            remedy='write "design": "factorial"' if few else "use fewer factors",
-        )
+    count, fewest = len(factors), FEWEST_FACTORS_IN_FRACTION
+    if not fewest <= count <= MOST_FACTORS:
+        remedy = 'write "design": "factorial"' if count < fewest else "use fewer factors"
+        message = f"a fractional design takes {fewest} to {MOST_FACTORS} factors, not {count}"
+        raise UsageError(message, remedy=remedy)
     for name, levels in factors.items():
         if len(levels) != 2:
-            raise UsageError(
-                f"factor {name!r} has {len(levels)} levels; in a fractional design each has two",
-                remedy="keep two levels, or use a full factorial of fewer factors",
-            )
+            message = f"factor {name!r} has {len(levels)} levels; in a fractional design each has two"
+            raise UsageError(message, remedy="keep two levels, or use a full factorial of fewer factors")
     found = _points(base, factors, fraction(len(factors)))
     found.aliases = alias_groups(list(factors))
     return found
@@ -180,9 +167,8 @@ def _points(base: Base, factors: Mapping[str, Sequence[Change]], points: Iterabl
         name = "+".join(moved) if len(factors) <= MOST_FACTORS_IN_FULL else f"point {number}"
         about = "" if moved else base.about
         if not found.add(name if moved else base.name, base, list(chosen.values()), place, about):
-            raise UsageError(
-                f"the point {', '.join(moved)} has the settings of another one", remedy="give each level other settings"
-            )
+            message = f"the point {', '.join(moved)} has the settings of another one"
+            raise UsageError(message, remedy="give each level other settings")
     return found
 
 
@@ -237,10 +223,8 @@ def _stack(changes: Sequence[Change]) -> list[Change]:
     for change in stack:
         missing = next((need for need in change.needs if need not in before), None)
         if missing is not None:
-            raise UsageError(
-                f"change {change.name!r} comes before {missing!r}, which it needs",
-                remedy=f"put {missing!r} before it; optional changes are not in the stack",
-            )
+            remedy = f"put {missing!r} before it; optional changes are not in the stack"
+            raise UsageError(f"change {change.name!r} comes before {missing!r}, which it needs", remedy=remedy)
         before.add(change.name)
     return stack
 

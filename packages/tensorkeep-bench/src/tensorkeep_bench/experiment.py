@@ -61,9 +61,7 @@ class ExperimentPlan(msgspec.Struct, frozen=True):
         """Return the plan with some of its arms and the baseline; UsageError if an arm does not exist."""
         known = [arm.name for arm in self.arms]
         for name in names:
-            if name not in known:
-                message = f"experiment {self.experiment.name!r} has no arm {name!r}"
-                raise UsageError(message, remedy=did_you_mean(name, known, "its arms"))
+            _check_known(name, known, f"experiment {self.experiment.name!r} has no arm {name!r}", "its arms")
         kept = tuple(arm for arm in self.arms if arm.name in names or arm.role != "arm")
         if len(kept) == len(self.arms):
             return self
@@ -74,23 +72,21 @@ class ExperimentPlan(msgspec.Struct, frozen=True):
         return replace(self, experiment=experiment, arms=plain)
 
 
-def make_plan(experiment: Experiment, arms: Sequence[Arm], path: str, notes: tuple[str, ...] = ()) -> ExperimentPlan:
+def make_plan(experiment: Experiment, arms: Sequence[Arm], notes: tuple[str, ...] = ()) -> ExperimentPlan:
     """Return a plan with roles and the A/A control; UsageError if names, arms or the baseline are not valid."""
     names = [arm.name for arm in arms]
     if len(names) > MOST_ARMS:
-        raise UsageError(f"has {len(names)} arms, more than {MOST_ARMS}", path=path, remedy="use fewer")
+        raise UsageError(f"has {len(names)} arms, more than {MOST_ARMS}", remedy="use fewer")
     # Names are keys of the results, where two equal names could not be separated.
     for place, name in enumerate(names):
-        check_name(name, "arm", path)
+        check_name(name, "arm")
         if name in names[:place]:
-            raise UsageError(f"two arms are called {name!r}", path=path, remedy="give each arm its own name")
-    if experiment.baseline not in names:
-        remedy = did_you_mean(str(experiment.baseline), names, "its arms")
-        raise UsageError(f"the baseline {experiment.baseline!r} is not an arm", path=path, remedy=remedy)
+            raise UsageError(f"two arms are called {name!r}", remedy="give each arm its own name")
+    _check_known(experiment.baseline or "", names, f"the baseline {experiment.baseline!r} is not an arm", "its arms")
     # The control runs as one more arm in every block, so it sees the same drift as the others.
     control = f"{experiment.baseline} (again)"
     if experiment.control and control in names:
-        raise UsageError(f"{control!r} is the name of the A/A control", path=path, remedy="rename that arm")
+        raise UsageError(f"{control!r} is the name of the A/A control", remedy="rename that arm")
     baseline = arms[names.index(experiment.baseline)]
     about = "The A/A control: the baseline measured again. How far it lies from the baseline is noise."
     again = replace(baseline, name=control, role="control", about=about, places=(Place("control"),))
@@ -99,10 +95,15 @@ def make_plan(experiment: Experiment, arms: Sequence[Arm], path: str, notes: tup
     return ExperimentPlan(experiment, (replace(baseline, role="baseline"), *controls, *others), notes)
 
 
-def check_name(name: str, what: str, path: str) -> None:
+def _check_known(name: str, known: Collection[str], message: str, what: str) -> None:
+    if name not in known:
+        raise UsageError(message, remedy=did_you_mean(name, known, what))
+
+
+def check_name(name: str, what: str) -> None:
     if not is_name(name):
         shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
-        raise UsageError(f"{what} {shown!r} has an invalid name", path=path, remedy=NAME_RULE)
+        raise UsageError(f"{what} {shown!r} has an invalid name", remedy=NAME_RULE)
 
 
 def is_name(text: str) -> bool:
@@ -138,7 +139,7 @@ class ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     settings: Settings = {}
 
     @abstractmethod
-    def expand(self, path: str) -> Expansion:
+    def expand(self) -> Expansion:
         """Return the arms of the design; UsageError if they are not valid."""
 
 
@@ -149,7 +150,7 @@ class NamedArm(Base, frozen=True, kw_only=True):
 class ArmsFile(ExperimentFile, frozen=True, kw_only=True):
     arms: Annotated[tuple[NamedArm, ...], Meta(min_length=1)]
 
-    def expand(self, path: str) -> Expansion:
+    def expand(self) -> Expansion:
         return Expansion([Arm(one.name, "arm", one.settings, one.about, slow=one.slow) for one in self.arms])
 
 
@@ -159,47 +160,40 @@ class ChangesDesignFile(ExperimentFile, frozen=True, kw_only=True):
     base: Base
     changes: Annotated[tuple[Change, ...], Meta(min_length=1, max_length=MOST_ARMS)]
 
-    def expand(self, path: str) -> Expansion:
-        self.check_changes(path)
-        expand = {"one-at-a-time": design.one_at_a_time, "leave-one-out": design.leave_one_out, "steps": design.steps}
-        return expand[self.design](self.base, self.changes)
+    def expand(self) -> Expansion:
+        self.check_changes()
+        return design.with_changes(self.design, self.base, self.changes)
 
-    def check_changes(self, path: str) -> None:
+    def check_changes(self) -> None:
         names = [change.name for change in self.changes]
         settings = {*self.base.settings, *(key for change in self.changes for key in change.sets)}
         for place, change in enumerate(self.changes):
-            check_name(change.name, "change", path)
+            check_name(change.name, "change")
             what = f"change {change.name!r}"
             if not change.sets and not change.unsets:
-                raise UsageError(f"{what} changes nothing", path=path, remedy='add a "set" or an "unset"')
+                raise UsageError(f"{what} changes nothing", remedy='add a "set" or an "unset"')
             if change.name in names[:place]:
-                raise UsageError(f"there are two changes {change.name!r}", path=path, remedy="rename one of them")
+                raise UsageError(f"there are two changes {change.name!r}", remedy="rename one of them")
             others = [name for name in names if name != change.name]
             for need in change.needs:
-                if need not in others:
-                    remedy = did_you_mean(need, others, "changes")
-                    raise UsageError(f"{what} needs {need!r}, which is not another change", path=path, remedy=remedy)
+                _check_known(need, others, f"{what} needs {need!r}, which is not another change", "changes")
             for key in change.unsets:
-                if key not in settings:
-                    remedy = did_you_mean(key, sorted(settings), "settings")
-                    raise UsageError(f"{what} unsets {key!r}, which nothing sets", path=path, remedy=remedy)
+                _check_known(key, sorted(settings), f"{what} unsets {key!r}, which nothing sets", "settings")
 
 
 class CombinationsFile(ChangesDesignFile, frozen=True, kw_only=True):
     combinations: Annotated[tuple[Combination, ...], Meta(min_length=1, max_length=MOST_ARMS)]
 
-    def expand(self, path: str) -> Expansion:
-        self.check_changes(path)
+    def expand(self) -> Expansion:
+        self.check_changes()
         names = [change.name for change in self.changes]
         for number, combination in enumerate(self.combinations, start=1):
             members = combination.changes
             for member in members:
-                if member not in names:
-                    remedy = did_you_mean(member, names, "changes")
-                    raise UsageError(f"combination {number} has no change {member!r}", path=path, remedy=remedy)
+                _check_known(member, names, f"combination {number} has no change {member!r}", "changes")
             if len(set(members)) < 2 or len(set(members)) != len(members):
                 message = f"combination {number} does not have two or more different changes"
-                raise UsageError(message, path=path, remedy='write, for example, "changes": ["one", "two"]')
+                raise UsageError(message, remedy='write, for example, "changes": ["one", "two"]')
         return design.combinations(self.base, self.changes, self.combinations)
 
 
@@ -209,8 +203,8 @@ class FactorsFile(ExperimentFile, frozen=True, kw_only=True):
     base: Base
     factors: Annotated[dict[str, Any], Meta(min_length=1)]
 
-    def expand(self, path: str) -> Expansion:
-        factors = {name: _levels(name, value, path) for name, value in self.factors.items()}
+    def expand(self) -> Expansion:
+        factors = {name: _levels(name, value) for name, value in self.factors.items()}
         return (design.factorial if self.design == "factorial" else design.fractional)(self.base, factors)
 
 
@@ -228,18 +222,13 @@ _FILES: dict[str, type[ExperimentFile]] = {
 
 
 def read_design(value: object, path: Path) -> ExperimentPlan:
-    where = str(path)
     kind = value.get("design", "arms") if isinstance(value, dict) else "arms"
     if not isinstance(kind, str) or kind not in _FILES:
-        message = f"the experiment has the unknown design {kind!r}"
-        raise UsageError(message, path=where, remedy=did_you_mean(str(kind), _FILES, "designs"))
-    file = convert(value, _FILES[kind], what="the experiment", path=where)
-    try:
-        expansion = file.expand(where)
-    except UsageError as error:
-        # `bench.design` does not know the file, so its errors get the path here.
-        raise error if error.path else UsageError(error.message, path=where, remedy=error.remedy) from error
-    settings = get_workload(file.workload).parse_settings(file.settings, where)
+        remedy = did_you_mean(str(kind), _FILES, "designs")
+        raise UsageError(f"the experiment has the unknown design {kind!r}", remedy=remedy)
+    file = convert(value, _FILES[kind], what="the experiment")
+    expansion = file.expand()
+    settings = get_workload(file.workload).parse_settings(file.settings)
     name = file.name or path.stem
     experiment = Experiment(
         name=name,
@@ -253,30 +242,31 @@ def read_design(value: object, path: Path) -> ExperimentPlan:
         omitted=tuple(expansion.omitted),
         settings=msgspec.to_builtins(settings),
     )
-    return make_plan(experiment, expansion.arms, where)
+    return make_plan(experiment, expansion.arms)
 
 
-def _levels(factor: str, value: object, path: str) -> list[Change]:
+_LEVELS_EXAMPLE = "write, for example, [1, 128]"
+
+
+def _levels(factor: str, value: object) -> list[Change]:
     what = f"factor {factor!r}"
     if isinstance(value, list):
         levels = [Change(_label(level), {factor: level}) for level in value]
     elif isinstance(value, dict):
         levels = []
         for name, content in value.items():
-            level = convert(content, Level, what=f"{what}, level {name!r}", path=path)
+            level = convert(content, Level, what=f"{what}, level {name!r}")
             levels.append(Change(name, **msgspec.structs.asdict(level)))
     else:
-        message = f"{what} is neither a list of values nor an object of levels"
-        raise UsageError(message, path=path, remedy="write, for example, [1, 128]")
+        raise UsageError(f"{what} is neither a list of values nor an object of levels", remedy=_LEVELS_EXAMPLE)
     labels = [level.name for level in levels]
     for label in labels:
         # Checked as a part of an arm's name, where a level may begin with a minus.
         if not label or not is_name(f"{factor}={label}"):
             remedy = f"write it as an object of levels by name; {NAME_RULE}"
-            raise UsageError(f"{what} has the level {label!r}, which is not a valid name", path=path, remedy=remedy)
+            raise UsageError(f"{what} has the level {label!r}, which is not a valid name", remedy=remedy)
     if len(levels) < 2 or len(set(labels)) != len(labels):
-        message = f"{what} does not have two or more different levels"
-        raise UsageError(message, path=path, remedy="write, for example, [1, 128]")
+        raise UsageError(f"{what} does not have two or more different levels", remedy=_LEVELS_EXAMPLE)
     return levels
 
 
@@ -347,14 +337,13 @@ def _is_suite(value: object) -> bool:
 
 
 def read_suite(value: object, path: Path) -> ExperimentPlan:
-    where = str(path)
-    suite = convert(value, Suite, what="the configuration", path=where)
+    suite = convert(value, Suite, what="the configuration")
     testing, custom = suite.testing, suite.custom_tests
     # Custom configurations are validated even where they are not enabled, so a typo shows at once.
     configurations = [*suite.test_configurations, *(custom.configurations if custom.enabled else ())]
     if not configurations:
         remedy = f'write, for example, "test_configurations": {_SUITE_EXAMPLE}'
-        raise UsageError("the configuration has no test to run", path=where, remedy=remedy)
+        raise UsageError("the configuration has no test to run", remedy=remedy)
     names = [each.name for each in configurations]
     experiment = Experiment(
         name=path.stem,
@@ -366,10 +355,10 @@ def read_suite(value: object, path: Path) -> ExperimentPlan:
         seed=0,
         control=True,
         limits=Limits(seconds=DEFAULT_SECONDS),
-        settings=msgspec.to_builtins(get_workload("checkpoint").parse_settings({"save_dir": testing.save_dir}, where)),
+        settings=msgspec.to_builtins(get_workload("checkpoint").parse_settings({"save_dir": testing.save_dir})),
     )
     note = '"use_gpu" is true, but the bench saves from host memory: the state is on the CPU'
-    return make_plan(experiment, [each.arm() for each in configurations], where, (note,) if testing.use_gpu else ())
+    return make_plan(experiment, [each.arm() for each in configurations], (note,) if testing.use_gpu else ())
 
 
 # Finding and reading files
@@ -384,19 +373,25 @@ def shipped(workload: str | None = None) -> dict[str, str]:
 def read_experiment(name_or_path: str | os.PathLike[str], *, check_arms: bool = True) -> ExperimentPlan:
     """Return the plan of a shipped experiment or a JSON file; UsageError if missing or not valid."""
     path = _find(name_or_path)
-    value = read_json(path)
-    # A suite is recognised by its top-level names: it has no "design".
-    plan = (read_suite if _is_suite(value) else read_design)(value, path)
-    if check_arms:
-        workload = get_workload(plan.experiment.workload)
-        for arm in plan.arms:
-            try:
-                # Validating an arm imports the workload, and with it torch, so listings leave it out.
-                workload.parse_arm(arm.settings)
-            except UsageError as error:
-                message = f"arm {arm.name!r}: {error.message}"
-                raise UsageError(message, path=path, remedy=error.remedy or "correct the settings") from error
+    try:
+        value = read_json(path)
+        # A suite is recognised by its top-level names: it has no "design".
+        plan = (read_suite if _is_suite(value) else read_design)(value, path)
+        for arm in plan.arms if check_arms else ():
+            _check_arm(plan.experiment.workload, arm)
+    except UsageError as error:
+        # What is inside the file does not know its path.
+        raise UsageError(error.message, path=path, remedy=error.remedy) from error
     return plan
+
+
+def _check_arm(workload: str, arm: Arm) -> None:
+    try:
+        # Validating an arm imports the workload, and with it torch, so listings leave it out.
+        get_workload(workload).parse_arm(arm.settings)
+    except UsageError as error:
+        remedy = error.remedy or "correct the settings"
+        raise UsageError(f"arm {arm.name!r}: {error.message}", remedy=remedy) from error
 
 
 def _find(name_or_path: str | os.PathLike[str]) -> Path:
@@ -424,10 +419,10 @@ def read_json(path: Path) -> object:
             content = opened.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         remedy = "give the name of an experiment, or the path of a JSON file"
-        raise UsageError(f"cannot read the experiment: {error.strerror}", path=path, remedy=remedy) from error
+        raise UsageError(f"cannot read the experiment: {error.strerror}", remedy=remedy) from error
     if len(content) > MAX_FILE_BYTES:
         message = f"is larger than {MAX_FILE_BYTES:,} bytes, too large for an experiment"
-        raise UsageError(message, path=path, remedy="give an experiment, not results")
+        raise UsageError(message, remedy="give an experiment, not results")
     try:
         # Comments become blanks, so that the positions in error messages stay correct.
         commented = content.decode("utf-8-sig")
@@ -438,7 +433,7 @@ def read_json(path: Path) -> object:
         return value
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise UsageError(f"is not JSON: {reason}", path=path, remedy="correct the file") from error
+        raise UsageError(f"is not JSON: {reason}", remedy="correct the file") from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

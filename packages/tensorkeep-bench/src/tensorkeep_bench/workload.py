@@ -89,10 +89,10 @@ class Workload(ABC, Generic[SettingsT, ArmT]):
     measures: ClassVar[tuple[Measure, ...]]
 
     @abstractmethod
-    def parse_settings(self, given: Mapping[str, object], path: str | None = None) -> SettingsT:
+    def parse_settings(self, given: Mapping[str, object]) -> SettingsT:
         """Return an experiment's settings, with defaults for those that its file or the command line does not give.
 
-        Raises UsageError, which names the file ``path``, if a setting is unknown, of another type, or out of range.
+        Raises UsageError if a setting is unknown, of another type, or out of range.
         """
 
     @abstractmethod
@@ -124,7 +124,7 @@ def get_workload(name: str) -> Workload[Any, Any]:
     return cast("Workload[Any, Any]", importlib.import_module(f"tensorkeep_bench.{name}.workload").WORKLOAD)
 
 
-def convert(value: object, kind: type[T], *, what: str, path: str | None = None) -> T:
+def convert(value: object, kind: type[T], *, what: str) -> T:
     """Return the value of a JSON file as an instance of a struct type; messages call it ``what``.
 
     Raises UsageError if the value does not have that type. The message names the place of the error and the field.
@@ -140,7 +140,7 @@ def convert(value: object, kind: type[T], *, what: str, path: str | None = None)
         return msgspec.convert(value, prepared(kind))
     except msgspec.ValidationError as error:
         message, remedy = _explain(str(error), value, kind, what)
-        raise UsageError(message, path=path, remedy=remedy) from error
+        raise UsageError(message, remedy=remedy) from error
 
 
 def _explain(problem: str, value: Any, kind: type[Any], what: str) -> tuple[str, str]:

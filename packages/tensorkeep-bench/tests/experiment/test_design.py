@@ -33,19 +33,19 @@ def experiment(count: int, runs: int, seed: int = 0, control: bool = True) -> Ex
 
 
 def test_one_at_a_time_and_leave_one_out() -> None:
-    found = design.one_at_a_time(BASE, [A, B, C])
+    found = design.with_changes("one-at-a-time", BASE, [A, B, C])
     expected = {"base": (0, 0, 0), "only A": (1, 0, 0), "only B": (0, 1, 0)}
     assert {arm.name: tuple(arm.settings[key] for key in "abc") for arm in found.arms} == expected
     assert [arm.about for arm in found.arms] == ["Nothing changed.", "More a.", ""]
     assert found.omitted == [Omitted(Place("alone", "C"), "it needs B")]
-    found = design.leave_one_out(BASE, [A, B, C])
+    found = design.with_changes("leave-one-out", BASE, [A, B, C])
     expected = {("base",): (0, 0, 0), ("full",): (1, 1, 1), ("without", "A"): (0, 1, 1), ("without", "C"): (1, 1, 0)}
     assert {place: settings_at(found, *place) for place in expected} == expected
     assert found.omitted == [Omitted(Place("without", "B"), "C needs it")]
 
 
 def test_steps_measure_equal_settings_once() -> None:
-    found = design.steps(BASE, [A, B, C])
+    found = design.with_changes("steps", BASE, [A, B, C])
     assert [arm.name for arm in found.arms] == ["base", "+A", "+B", "+C", "only B", "all but A"]
     assert {arm.name: arm.places for arm in found.arms if arm.name.startswith("+")} == {
         "+A": (Place("step", "A", 1), Place("alone", "A")),
@@ -57,22 +57,22 @@ def test_steps_measure_equal_settings_once() -> None:
 
 
 def test_optional_change_is_measured_alone_and_leaving_out_a_replaced_one_is_omitted() -> None:
-    found = design.steps(BASE, [A, Change("X", {"a": 7}, optional=True), B])
+    found = design.with_changes("steps", BASE, [A, Change("X", {"a": 7}, optional=True), B])
     assert (settings_at(found, "full"), settings_at(found, "alone", "X")) == ((1, 1, 0), (7, 0, 0))
     assert {place.kind for arm in found.arms for place in arm.places if place.change == "X"} == {"alone"}
     # Leaving out a change that a later one replaces is omitted.
     other = Change("other", {"tool": "other"}, ("a", "b", "c"))
-    found = design.steps(BASE, [A, other])
+    found = design.with_changes("steps", BASE, [A, other])
     assert (settings_at(found, "full"), settings_at(found, "without", "other")) == (("other",), (1, 0, 0))
     reason = "a later change replaces it: the full stack is the same without it"
     assert found.omitted == [Omitted(Place("without", "A"), reason)]
 
 
 def test_changes_make_arms_slow_or_not_and_name_steps() -> None:
-    found = design.steps(BASE, [A, Change("B", {"b": 1}, arm="mine")])
+    found = design.with_changes("steps", BASE, [A, Change("B", {"b": 1}, arm="mine")])
     assert [arm.name for arm in found.arms][:3] == ["base", "+A", "mine"]
     base = Base(settings={"a": 0, "b": 0}, slow=True)
-    found = design.steps(base, [A, Change("B", {"b": 1}, slow=False)])
+    found = design.with_changes("steps", base, [A, Change("B", {"b": 1}, slow=False)])
     assert {arm.name: arm.slow for arm in found.arms} == {"base": True, "+A": True, "+B": False, "only B": False}
 
 

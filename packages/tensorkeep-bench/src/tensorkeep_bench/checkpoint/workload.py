@@ -87,17 +87,17 @@ class CheckpointWorkload(Workload[CheckpointSettings, Tool]):
     name: ClassVar[str] = "checkpoint"
     measures: ClassVar[tuple[Measure, ...]] = MEASURES
 
-    def parse_settings(self, given: Mapping[str, object], path: str | None = None) -> CheckpointSettings:
-        settings = convert(dict(given), CheckpointSettings, what="settings", path=path)
+    def parse_settings(self, given: Mapping[str, object]) -> CheckpointSettings:
+        settings = convert(dict(given), CheckpointSettings, what="settings")
         if settings.model is not None and settings.source is not None:
-            raise UsageError('settings have both "model" and "from"', path=path, remedy="keep one of them")
+            raise UsageError('settings have both "model" and "from"', remedy="keep one of them")
         if settings.model is None and settings.source is None:
             settings = msgspec.structs.replace(settings, model=DEFAULT_MODEL)
         specs = [parse(model) for model in (settings.model, settings.slow_model) if model is not None]
         if settings.with_optimizer and any(spec.dtype == "float16" for spec in specs):
             # The squares of the gradients underflow, and every weight becomes infinite.
             message = "settings combine AdamW with float16 weights"
-            raise UsageError(message, path=path, remedy="give a model in bfloat16 or float32")
+            raise UsageError(message, remedy="give a model in bfloat16 or float32")
         return settings
 
     def parse_arm(self, given: Mapping[str, object]) -> Tool:

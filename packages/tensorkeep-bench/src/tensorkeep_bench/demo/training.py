@@ -47,13 +47,7 @@ class RepeatedSteps:
 
 class TrainingDemo:
     def __init__(
-        self,
-        folder: PathLike,
-        *,
-        steps: int,
-        every: int,
-        source: str = "stdlib",
-        settings: Sequence[str] = _USUAL,
+        self, folder: PathLike, *, steps: int, every: int, source: str = "stdlib", settings: Sequence[str] = _USUAL
     ) -> None:
         self.folder = RunFolder(folder)
         self._steps = steps

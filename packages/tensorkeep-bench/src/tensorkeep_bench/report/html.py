@@ -52,6 +52,7 @@ from tensorkeep_bench.report.tables import (
     aliases_lines,
     claims_table,
     design_tables,
+    entries,
     gain_map,
     isolated_table,
     not_run_table,
@@ -133,7 +134,7 @@ def arms_table(results: Results) -> ReportTable:
     rows = []
     for arm in results.arms:
         settings = TableEntry(json.dumps(arm.settings, ensure_ascii=False), code=True)
-        rows.append((TableEntry(arm.name), TableEntry(arm.role), TableEntry(arm.about), settings))
+        rows.append((*entries(arm.name, arm.role, arm.about), settings))
     return ReportTable("Arms", ("=arm", "=role", "about", "settings"), rows)
 
 

@@ -39,6 +39,10 @@ STATUS = {
 }
 
 
+def entries(*texts: str) -> tuple[TableEntry, ...]:
+    return tuple(map(TableEntry, texts))
+
+
 def gain_entries(value: float | None, low: float | None, high: float | None) -> tuple[TableEntry, TableEntry]:
     tone = ""
     if low is not None and high is not None:
@@ -75,14 +79,7 @@ def not_run_table(results: Results) -> ReportTable:
         bad = [cell for cell in cells if cell.status != "ok"]
         if bad or not cells:
             status, reason = why_not_run(bad)
-            rows.append(
-                (
-                    TableEntry(arm.name),
-                    TableEntry(status),
-                    TableEntry(f"{len(bad)} of {len(cells)}"),
-                    TableEntry(reason),
-                )
-            )
+            rows.append(entries(arm.name, status, f"{len(bad)} of {len(cells)}", reason))
     return ReportTable("Not run", ("=arm", "=status", ">cells", "reason"), rows)
 
 
@@ -91,7 +88,7 @@ def observed_table(results: Results) -> ReportTable:
     for arm in _all_arms(results):
         cell = next((cell for cell in results.cells_by_arm[arm.name] if cell.observed), None)
         for technique, text in cell.observed.items() if cell else ():
-            rows.append((TableEntry(arm.name), TableEntry(technique), TableEntry(text)))
+            rows.append(entries(arm.name, technique, text))
     return ReportTable("Techniques observed", ("=arm", "=technique", "observed in the first step"), rows)
 
 
@@ -108,21 +105,22 @@ def _row(results: Results, arm: Arm, scale: FigureScale) -> tuple[TableEntry, ..
         status = why_not_run(cells)[0]
         # All cells ran, so only this measure is missing.
         verdict = status if status != NOTHING or not cells else "not measured"
-        entries = [TableEntry(arm.name), TableEntry(verdict, tone="faint"), TableEntry(NOTHING), TableEntry(NOTHING)]
+        figures = [TableEntry(verdict, tone="faint"), *entries(NOTHING, NOTHING)]
     else:
         both = spread(described.mean, described.std)
-        entries = [TableEntry(arm.name), TableEntry(verdict, tone=TONES.get(verdict, ""))]
-        entries += [TableEntry(number(described.median, 4), described.median), TableEntry(both, described.mean)]
-    entries += [
+        figures = [TableEntry(verdict, tone=TONES.get(verdict, ""))]
+        figures += [TableEntry(number(described.median, 4), described.median), TableEntry(both, described.mean)]
+    figures += [
         TableEntry(gain(found.gain), found.gain, TONES.get(found.verdict, "")),
         TableEntry(interval(found.gain_low, found.gain_high), found.gain_low),
         TableEntry(percent(found.change_percent), found.change_percent),
     ]
     if scale.measure.unit in _per_byte_headings(results):
         # A median per raw byte gives raw bytes per second, or a fraction of the raw bytes.
-        entries.append(_per_byte(found.per_byte, scale.measure.unit))
+        figures.append(_per_byte(found.per_byte, scale.measure.unit))
     runs = described.n if described else 0
-    return (*entries, TableEntry(probability(found.p_holm), found.p_holm), TableEntry(str(runs), runs))
+    tested = TableEntry(probability(found.p_holm), found.p_holm)
+    return TableEntry(arm.name), *figures, tested, TableEntry(str(runs), runs)
 
 
 def _per_byte_headings(results: Results) -> dict[str, tuple[str]]:
@@ -165,8 +163,7 @@ def isolated_text(results: Results) -> str:
     rows = [["test", *columns]]
     for arm in compared_arms(results):
         row = [arm.name]
-        # The widths of the isolated suite, so that its users can compare line by line; longer names widen the first
-        # column.
+        # The widths of the isolated suite, so that its users can compare line by line.
         for scale, width in zip(columns.values(), (7, 6, 5, 5), strict=False):
             found = scale.describe(results, arm.name)
             row.append(_mean_and_std(found, digits, width) if found else f"  {_why(results, arm)}")
@@ -176,14 +173,11 @@ def isolated_text(results: Results) -> str:
 
 
 def six_way_text(results: Results) -> str:
+    """Return the comparison in the layout of the published six-way comparison."""
     columns = _columns(results, seconds=False)
-    arms = compared_arms(results)
-    rows = [
-        ["method", *columns],
-        *([arm.name, *(_mean(results, arm, one) for one in columns.values())] for arm in arms),
-    ]
+    rows = [["method", *columns]]
+    rows += [[arm.name, *(_mean(results, arm, one) for one in columns.values())] for arm in compared_arms(results)]
     first, *others = zip(*rows, strict=True)
-    # The layout of the published six-way comparison.
     wide = max(20, *map(len, first))
     lines = _aligned(rows, [wide, *(max(12, *map(len, column)) for column in others)], wide + 40)
     return "\n".join([*lines, "", *_improvement_lines(results, wide)])
@@ -349,8 +343,8 @@ def _claim(claim: Claim) -> tuple[TableEntry, ...]:
     if not measured and claim.gain is not None:
         measured = f"{gain(claim.gain)} (95% {interval(claim.gain_low, claim.gain_high)})"
     verdict = TableEntry(claim.verdict, tone=_CLAIM_TONES[claim.verdict])
-    texts = (claim.claim, claim.theirs or NOTHING, measured or NOTHING, claim.reason)
-    return TableEntry(claim.id), verdict, *map(TableEntry, texts)
+    texts = entries(claim.claim, claim.theirs or NOTHING, measured or NOTHING, claim.reason)
+    return TableEntry(claim.id), verdict, *texts
 
 
 # The heat map of gains

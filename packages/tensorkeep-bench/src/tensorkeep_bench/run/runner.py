@@ -21,16 +21,7 @@ from tensorkeep_bench.analysis.samples import Samples
 from tensorkeep_bench.analysis.summary import summarise
 from tensorkeep_bench.checkpoint.files import remove
 from tensorkeep_bench.experiment import ExperimentPlan
-from tensorkeep_bench.results import (
-    Arm,
-    CellRecord,
-    Experiment,
-    Limits,
-    Results,
-    Status,
-    Subject,
-    write_results,
-)
+from tensorkeep_bench.results import Arm, CellRecord, Experiment, Limits, Results, Status, Subject, write_results
 from tensorkeep_bench.run.cell import command_of, run_cell
 from tensorkeep_bench.workload import Outcome, Task, get_workload
 
@@ -158,11 +149,7 @@ class ExperimentRun(BlockRun):
     """A run of an experiment, new or resumed, with each cell in a process of its own."""
 
     def __init__(
-        self,
-        results: Results,
-        file: Path,
-        directory: Path,
-        measure: Callable[[Task, Limits], Outcome] | None = None,
+        self, results: Results, file: Path, directory: Path, measure: Callable[[Task, Limits], Outcome] | None = None
     ) -> None:
         super().__init__(results, {})
         self.directory = directory

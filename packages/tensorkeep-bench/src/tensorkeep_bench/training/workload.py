@@ -121,13 +121,13 @@ class TrainingWorkload(Workload[TrainingSettings, Settings]):
     name: ClassVar[str] = "training"
     measures: ClassVar[tuple[Measure, ...]] = MEASURES
 
-    def parse_settings(self, given: Mapping[str, object], path: str | None = None) -> TrainingSettings:
-        settings = convert(dict(given), TrainingSettings, what="settings", path=path)
+    def parse_settings(self, given: Mapping[str, object]) -> TrainingSettings:
+        settings = convert(dict(given), TrainingSettings, what="settings")
         get_recipe(settings.recipe)
         least = settings.warmup + 3
         if settings.steps < least:
             message = f"settings: steps: {settings.steps} is less than {least}; first step and warm-up are not timed"
-            raise UsageError(message, path=path, remedy=f'give at least "steps": {least}')
+            raise UsageError(message, remedy=f'give at least "steps": {least}')
         return settings
 
     def parse_arm(self, given: Mapping[str, object]) -> Settings:
