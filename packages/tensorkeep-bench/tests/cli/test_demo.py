@@ -24,9 +24,8 @@ from tensorkeep.errors import StoreError
 from tensorkeep.runs.steps import Step
 from tensorkeep_bench.analysis.summary import summarise
 from tensorkeep_bench.checkpoint.measure import FreshProcess
-from tensorkeep_bench.cli import demo
 from tensorkeep_bench.cli.demo import sparkline, training_demo
-from tensorkeep_bench.demo import speed, training
+from tensorkeep_bench.demo import faults, speed, training
 from tensorkeep_bench.demo.training import ComparedRuns, KilledRun, TrainingDemo
 
 ARMS = {"torch", "safetensors", "tensorkeep", "tensorkeep-lossless", "tensorstore"}
@@ -132,9 +131,9 @@ def test_quiet_prints_nothing_and_a_broken_promise_is_reported_and_fails(
     own_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     found = demo_results()
-    monkeypatch.setattr(demo, "measure_rounds", lambda *_, **__: found.rounds)
-    monkeypatch.setattr(demo, "measure_t5x", lambda *_: found.t5x)
-    monkeypatch.setattr(demo, "kill_saves", lambda *_: found.kills)
+    monkeypatch.setattr(speed, "measure_rounds", lambda *_, **__: found.rounds)
+    monkeypatch.setattr(speed, "measure_t5x", lambda *_: found.t5x)
+    monkeypatch.setattr(faults, "kill_saves", lambda *_: found.kills)
     arguments = ["demo", "--from", own_checkpoint, *ONCE, "--out", tmp_path / "page.html", "--dir", tmp_path]
     assert call(*arguments, "-q") == ("", "")
     different = ComparedRuns([4.0, 3.0], [4.0, 3.1], 2, 1)

@@ -197,7 +197,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Setting, int]]:
     monkeypatch.setattr(tune_checkpoint, "_save", save)
     monkeypatch.setattr(tune_checkpoint, "FEWEST_BYTES", 10**6)
     monkeypatch.setattr(tune_checkpoint, "MOST_ROUNDS", 9)
-    monkeypatch.setattr("tensorkeep_bench.cli.tune.FEWEST_BYTES", 10**6)
     return saved
 
 

@@ -19,16 +19,7 @@ import torch
 from tensorkeep.errors import TensorkeepError, first_line
 from tensorkeep.ext import machine
 from tensorkeep.ext.state import flatten
-from tensorkeep_bench.checkpoint.files import (
-    evict,
-    files_of,
-    make_cold,
-    release_memory,
-    remove,
-    stored_bytes,
-    sync_tree,
-    warm,
-)
+from tensorkeep_bench.checkpoint import files
 from tensorkeep_bench.checkpoint.states import Blueprint, Expected, StatePair, check_equal, digest, wipe
 from tensorkeep_bench.checkpoint.tools import Tool
 from tensorkeep_bench.workload import GateError, Outcome
@@ -84,7 +75,7 @@ def measure_tool(tool: Tool, arm: str, states: StatePair, path: Path, loads: Col
         raise
     finally:
         with outcome.clock("remove"):
-            remove(path)
+            files.remove(path)
 
 
 def outcome_of(arm: str, measure: Callable[[], Outcome]) -> Outcome:
@@ -104,17 +95,17 @@ def _save(tool: Tool, states: StatePair, path: Path, outcome: Outcome) -> None:
     state = tool.view(states.source)
     with outcome.clock("warm-up"):
         _save_once(tool, state, path)
-        remove(path)
+        files.remove(path)
     # Dirty pages of earlier work would be written within the measured time.
     with outcome.clock("flush"):
         os.sync()
     outcome.figures |= _save_once(tool, state, path)
-    outcome.figures[STORED] = stored_bytes(path)
-    outcome.figures[FILES] = float(len(files_of(path)))
+    outcome.figures[STORED] = files.stored_bytes(path)
+    outcome.figures[FILES] = float(len(files.files_of(path)))
 
 
 def _save_once(tool: Tool, state: Any, path: Path) -> dict[str, float]:
-    release_memory()
+    files.release_memory()
     # After the release: freed memory that a save reuses would hide from its peak.
     before, written = machine.resident_bytes(), machine.written_bytes()
     machine.reset_peak_resident()
@@ -134,14 +125,14 @@ def save_durably(tool: Tool, state: Any, path: Path) -> tuple[float, float]:
     returned = time.perf_counter()
     # The clock of every tool ends when files and directories are on the disk.
     if not tool.durable:
-        sync_tree(path)
+        files.sync_tree(path)
     return returned - begin, time.perf_counter() - begin
 
 
 def _load_first(measure: str, tool: Tool, arm: str, states: StatePair, path: Path, outcome: Outcome) -> None:
-    release_memory()
+    files.release_memory()
     with outcome.clock("first loads"):
-        warm(path)
+        files.warm(path)
         # The state is compared by its digest, because the new process has no copy.
         process = FreshProcess(tool, path, states.expected_from(tool))
         [outcome.figures[measure]] = process.load(arm, into=measure == INTO_FIRST)
@@ -150,19 +141,19 @@ def _load_first(measure: str, tool: Tool, arm: str, states: StatePair, path: Pat
 def _warm_up_load(tool: Tool, path: Path, outcome: Outcome) -> None:
     # Read from the device once: a disk or its host may cache what it reads for the first time.
     with outcome.clock("first read"):
-        evict(path)
-        warm(path)
+        files.evict(path)
+        files.warm(path)
     with outcome.clock("warm-up"):
         _touch_pages(tool.load(path))
 
 
 def _load(measure: str, tool: Tool, arm: str, states: StatePair, path: Path, outcome: Outcome) -> None:
-    release_memory()
+    files.release_memory()
     with outcome.clock("prepare"):
         if measure in (WARM, INTO_WARM):
-            warm(path)
+            files.warm(path)
         # No figure where the file system keeps its files in memory.
-        elif not make_cold(path):
+        elif not files.make_cold(path):
             return
         # Values of an earlier load must not pass the gate.
         if measure in _INTO:
@@ -213,7 +204,7 @@ def call_once(tool: Tool, folder: Path) -> None:
         tool.save(state, path)
         tool.load(path)
     finally:
-        remove(path)
+        files.remove(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +260,7 @@ def _answer(connection: Connection, function: Callable[..., Any], *arguments: An
 def _first_load(tool: Tool, path: Path, blueprint: Blueprint | None, times: int) -> list[tuple[float, str]]:
     with TemporaryDirectory(dir=path.parent) as folder:
         call_once(tool, Path(folder))
-    release_memory()
+    files.release_memory()
     answer = []
     for _ in range(times):
         existing = None

@@ -18,27 +18,7 @@ from tensorkeep.ext.cli import DEFAULT, SIZE, AtLeastOne, Checkpoint, Output, Sw
 from tensorkeep.ext.pages import Bars
 from tensorkeep_bench.analysis.samples import SMALLEST_STATE
 from tensorkeep_bench.checkpoint.states import StatePair
-from tensorkeep_bench.demo.faults import (
-    DamageReport,
-    KilledSave,
-    PeerDamage,
-    damage_and_verify,
-    damage_peers,
-    kill_saves,
-    save_and_verify,
-)
-from tensorkeep_bench.demo.speed import (
-    DEFAULT_SCALE,
-    LONGEST_SECONDS,
-    SEED,
-    SmallRun,
-    build_states,
-    measure_rounds,
-    measure_t5x,
-    notes,
-    scale_of_size,
-    temporary_folder,
-)
+from tensorkeep_bench.demo import faults, speed
 from tensorkeep_bench.demo.training import ComparedRuns, RepeatedSteps, TrainingDemo
 from tensorkeep_bench.report.demo import DemoResults, facts, six_way_bars, speed_bars
 from tensorkeep_bench.results import Results
@@ -99,7 +79,7 @@ def demo(
         if not _SMALLEST <= size <= _LARGEST:
             limits = f"{format_bytes(_SMALLEST)} to {format_bytes(_LARGEST)}"
             raise UsageError(f"--size is {format_bytes(size)}, out of range", remedy=f"give {limits}")
-        scale = scale_of_size(size)
+        scale = speed.scale_of_size(size)
     from tensorkeep.ext.pages import check_page
     from tensorkeep_bench.report.demo import write_demo_page
     from tensorkeep_bench.report.html import REPORT
@@ -108,9 +88,9 @@ def demo(
     # Before the measurement, which takes minutes.
     check_page(page, REPORT)
     # Nothing of the demo stays but its page, also after Ctrl-C.
-    with temporary_folder(directory) as folder:
+    with speed.temporary_folder(directory) as folder:
         with output.status("building the state"):
-            states = build_states(folder, source, DEFAULT_SCALE if scale is None else scale)
+            states = speed.build_states(folder, source, speed.DEFAULT_SCALE if scale is None else scale)
         results = _run(output, folder, states, source, rounds)
     write_demo_page(results, page)
     output.show({**results.document(), "page": str(page)}, lambda: _print_facts(output, results, str(page)))
@@ -123,21 +103,21 @@ def _run(output: Output, folder: Path, states: StatePair, source: Path | None, r
     from tensorkeep_bench.demo.training import compare_runs
 
     # Fewer rounds on a slow machine, unless the user asked for a number.
-    seconds = LONGEST_SECONDS if rounds is None else math.inf
+    seconds = speed.LONGEST_SECONDS if rounds is None else math.inf
     with output.status("measuring") as status:
-        measured = measure_rounds(
-            states, folder, rounds or _DEFAULT_ROUNDS, progress=status, seed=SEED, seconds=seconds
+        measured = speed.measure_rounds(
+            states, folder, rounds or _DEFAULT_ROUNDS, progress=status, seed=speed.SEED, seconds=seconds
         )
         status("saving and loading with T5X's settings")
-        t5x = measure_t5x(states, folder)
+        t5x = speed.measure_t5x(states, folder)
     _print_speed(output, _description(states, source), states.nbytes, measured, t5x)
     with output.status("flipping a bit"):
-        intact = save_and_verify(folder, states)
-        damage = damage_and_verify(folder)
-        peers = damage_peers(folder, states, damage.flip.name)
+        intact = faults.save_and_verify(folder, states)
+        damage = faults.damage_and_verify(folder)
+        peers = faults.damage_peers(folder, states, damage.flip.name)
     _print_damage(output, damage, peers)
     with output.status("killing saves"):
-        kills = kill_saves(folder, states)
+        kills = faults.kill_saves(folder, states)
     _print_kills(output, kills)
     with output.status("training") as status:
         runs = compare_runs(folder, status, steps=_STEPS, every=_EVERY)
@@ -170,14 +150,14 @@ def _description(states: StatePair, source: Path | None) -> str:
     )
 
 
-def _print_speed(output: Output, description: str, nbytes: int, rounds: Results, t5x: SmallRun) -> None:
+def _print_speed(output: Output, description: str, nbytes: int, rounds: Results, t5x: speed.SmallRun) -> None:
     output.paragraph(
         f"1. Save and load {description}: the median of {counted(rounds.blocks, 'round')}. In a round "
         "every tool runs once, in random order. A save ends when the checkpoint is on the disk (fsync, for every "
         "tool). Each load is the first in a new process, of files in the page cache."
     )
     _print_bars(output, speed_bars(rounds, t5x, nbytes))
-    sentences = notes(rounds, t5x)
+    sentences = speed.notes(rounds, t5x)
     if nbytes < SMALLEST_STATE:
         small = f"Below {format_bytes(SMALLEST_STATE)}, opening files and caches dominate"
         sentences.append(f"{small}: these times say little about large states.")
@@ -188,7 +168,7 @@ def _print_speed(output: Output, description: str, nbytes: int, rounds: Results,
     output.paragraph(*(f"   {sentence}" for sentence in sentences))
 
 
-def _print_damage(output: Output, damage: DamageReport, peers: list[PeerDamage]) -> None:
+def _print_damage(output: Output, damage: faults.DamageReport, peers: list[faults.PeerDamage]) -> None:
     flip = damage.flip
     lines = [
         f"{each.tool} loads {number(each.after or 0.0)} instead of {number(each.before)}, without a word."
@@ -206,7 +186,7 @@ def _print_damage(output: Output, damage: DamageReport, peers: list[PeerDamage])
     )
 
 
-def _print_kills(output: Output, kills: list[KilledSave]) -> None:
+def _print_kills(output: Output, kills: list[faults.KilledSave]) -> None:
     lines = []
     for kill in kills:
         left = "still loads, with every bit that it had" if kill.intact else f"is broken: {kill.error}"

@@ -8,17 +8,7 @@ import msgspec
 from tensorkeep.ext.cli import DEFAULT, Output, Switch, Table, print_lines
 from tensorkeep.ext.pages import ReportTable
 from tensorkeep_bench.analysis.samples import too_small
-from tensorkeep_bench.report.sentences import completeness, headlines, measured_by, noise_lines, verdict_sentence
-from tensorkeep_bench.report.tables import (
-    aliases_lines,
-    claims_table,
-    design_tables,
-    isolated_text,
-    not_run_table,
-    observed_table,
-    six_way_text,
-    verdict_table,
-)
+from tensorkeep_bench.report import sentences, tables
 from tensorkeep_bench.results import Results, read_results
 from tensorkeep_bench.wording import capitalised
 
@@ -80,8 +70,8 @@ def _document(found: Results, written: list[Path]) -> dict[str, Any]:
     return {
         "experiment": found.experiment.name,
         "complete": found.complete,
-        "verdict": verdict_sentence(found),
-        "headlines": headlines(found),
+        "verdict": sentences.verdict_sentence(found),
+        "headlines": sentences.headlines(found),
         "written": [str(path) for path in written],
         "summary": msgspec.to_builtins(found.summary),
     }
@@ -89,25 +79,25 @@ def _document(found: Results, written: list[Path]) -> dict[str, Any]:
 
 def print_tables(found: Results) -> None:
     print(found.experiment.title or found.experiment.name)
-    print_lines(measured_by(found))
+    print_lines(sentences.measured_by(found))
     if small := too_small(found):
-        print(*headlines(found))
+        print(*sentences.headlines(found))
     print()
     # In the format of the scripts that the experiment follows.
-    print(six_way_text(found) if found.experiment.name in _MILLISECONDS else isolated_text(found))
-    tables = [verdict_table(found, measure) for measure in found.primary()]
-    tables += [table for group in design_tables(found).values() for table in group]
-    for table in [*tables, observed_table(found), not_run_table(found)]:
+    print(tables.six_way_text(found) if found.experiment.name in _MILLISECONDS else tables.isolated_text(found))
+    shown = [tables.verdict_table(found, measure) for measure in found.primary()]
+    shown += [table for group in tables.design_tables(found).values() for table in group]
+    for table in [*shown, tables.observed_table(found), tables.not_run_table(found)]:
         if table.rows:
             print(f"\n{table.title}")
             Table(table.headings, table.texts(), spare=_spare(table.headings)).show()
-    _print_claims(claims_table(found))
-    _print_section("Noise", [] if small else noise_lines(found))
-    _print_section("Effects that this design cannot separate", aliases_lines(found))
+    _print_claims(tables.claims_table(found))
+    _print_section("Noise", [] if small else sentences.noise_lines(found))
+    _print_section("Effects that this design cannot separate", tables.aliases_lines(found))
     warnings = [f"{one.text}: {one.remedy}" if one.remedy else one.text for one in found.summary.warnings]
     _print_section("Warnings", warnings)
     # The end of a long output stays on the screen.
-    lines = (completeness(found), *headlines(found), verdict_sentence(found))
+    lines = (sentences.completeness(found), *sentences.headlines(found), sentences.verdict_sentence(found))
     _print_section("Verdict", [line for line in dict.fromkeys(lines) if line])
     _print_section("Recommended for this machine", [capitalised(one.text) for one in found.summary.recommendations])
 

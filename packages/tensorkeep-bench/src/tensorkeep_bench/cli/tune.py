@@ -22,18 +22,8 @@ from tensorkeep.errors import DestinationExistsError, NotFoundError, StoreError,
 from tensorkeep.ext import counted, format_bytes, format_rate, machine
 from tensorkeep.ext.checkpoint import options
 from tensorkeep.ext.cli import DEFAULT, SIZE, Checkpoint, Output, Size, Switch, Table, print_lines, printable, ratio
+from tensorkeep_bench.tune import checkpoint as tune_saves
 from tensorkeep_bench.tune import training as tune_memory
-from tensorkeep_bench.tune.checkpoint import (
-    DEFAULT_BYTES,
-    DEFAULT_SECONDS,
-    FEWEST_BYTES,
-    TunedSave,
-    check_writable,
-    read_text,
-    tune,
-    with_table,
-    write_tuned,
-)
 
 # The parts of the memory ledger, in the order of the table.
 _ROWS = {
@@ -56,8 +46,8 @@ def checkpoint(
     directory: Path = Path(),
     /,
     *,
-    seconds: Annotated[float, Parameter(validator=Number(gt=0))] = DEFAULT_SECONDS,
-    size: Size = DEFAULT_BYTES,
+    seconds: Annotated[float, Parameter(validator=Number(gt=0))] = tune_saves.DEFAULT_SECONDS,
+    size: Size = tune_saves.DEFAULT_BYTES,
     source: Checkpoint = None,
     out: Path | None = None,
     dry_run: Annotated[bool, Switch] = False,
@@ -84,19 +74,18 @@ def checkpoint(
     dry_run
         Show the file, and do not write it.
     """
-    if size < FEWEST_BYTES:
-        raise UsageError(
-            f"--size {format_bytes(size)} is too small", remedy=f"give at least {format_bytes(FEWEST_BYTES)}"
-        )
+    if size < tune_saves.FEWEST_BYTES:
+        remedy = f"give at least {format_bytes(tune_saves.FEWEST_BYTES)}"
+        raise UsageError(f"--size {format_bytes(size)} is too small", remedy=remedy)
     if not directory.is_dir():
         raise NotFoundError("the folder does not exist", path=directory, remedy="give the folder that you save to")
     path = directory / options.FILE_NAME if out is None else out
     # Before the measurement, which takes long: a file that cannot be changed or written is refused.
-    with_table(read_text(path), {"compression": "none"}, [], path)
+    tune_saves.with_table(tune_saves.read_text(path), {"compression": "none"}, [], path)
     if not dry_run:
-        check_writable(path)
+        tune_saves.check_writable(path)
     with output.status("building the state") as status:
-        tuned = tune(
+        tuned = tune_saves.tune(
             directory,
             seconds=seconds,
             nbytes=size,
@@ -107,9 +96,9 @@ def checkpoint(
     found = {"processor": machine.processor(), "storage": machine.storage(directory)}
     table, comments = tuned.choice.table(), _comments(tuned, found)
     if dry_run:
-        text = with_table(read_text(path), table, comments, path)
+        text = tune_saves.with_table(tune_saves.read_text(path), table, comments, path)
     else:
-        text = write_tuned(path, table, comments)
+        text = tune_saves.write_tuned(path, table, comments)
     document = {"directory": str(directory), **tuned.as_dict(), "environment": found}
     output.show(
         {**document, "file": str(path), "written": not dry_run, "text": text},
@@ -122,7 +111,7 @@ def _machine(found: dict[str, Any]) -> str:
     return f"{cores} of {found['processor']['model']}, {found['storage']['file_system'] or 'unknown file system'}"
 
 
-def _comments(tuned: TunedSave, found: dict[str, Any]) -> list[str]:
+def _comments(tuned: tune_saves.TunedSave, found: dict[str, Any]) -> list[str]:
     lines = [
         f"tensorkeep {__version__} tune checkpoint, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {_machine(found)}",
         f"{format_bytes(tuned.nbytes)}: {tuned.subject}",
@@ -141,7 +130,7 @@ def _rates(row: dict[str, Any]) -> str:
     return f"{format_rate(row['rate'], 1)} ({format_rate(row['rate_low'], 1)}, {format_rate(row['rate_high'], 1)})"
 
 
-def _print_rates(tuned: TunedSave, found: dict[str, Any], path: Path, text: str | None) -> None:
+def _print_rates(tuned: tune_saves.TunedSave, found: dict[str, Any], path: Path, text: str | None) -> None:
     print_lines(f"{format_bytes(tuned.nbytes)}: {tuned.subject}", f"{_machine(found)}: {found['storage']['path']}")
     heads = ("=settings", ">durable save", ">smaller", ">relative to the first", "=verdict")
     for stage in tuned.stages:

@@ -43,19 +43,10 @@ SPEED_MEASURES = (SAVE, FIRST, STORED)
 
 T5X = parse_tool({"tool": "t5x"})
 # The common tools, and TensorStore with the fastest of its settings that detect damage.
+_TENSORSTORE = {"zarr": 3, "chunk": "64MiB", "dtype": "keep", "in_flight": "all", "compressor": None}
 TOOLS: dict[str, Tool] = {
     **COMMON_TOOLS,
-    "tensorstore": parse_tool(
-        {
-            "tool": "tensorstore",
-            "zarr": 3,
-            "chunk": "64MiB",
-            "dtype": "keep",
-            "in_flight": "all",
-            "compressor": None,
-            "checksum": "crc32c",
-        }
-    ),
+    "tensorstore": parse_tool({"tool": "tensorstore", "checksum": "crc32c", **_TENSORSTORE}),
 }
 
 _COPIES_ON_DISK = 3
@@ -146,7 +137,7 @@ def _save_and_load(tool: Tool, name: str, states: StatePair, folder: Path) -> Ou
         return Outcome("not-run", reason)
     path = folder / f"state{tool.suffix}"
 
-    def measure() -> Outcome:
+    def measure_once() -> Outcome:
         _, saving = save_durably(tool, tool.view(states.source), path)
         # Cached, so that the speed of the disk does not hide the work of the tool.
         warm(path)
@@ -154,7 +145,7 @@ def _save_and_load(tool: Tool, name: str, states: StatePair, folder: Path) -> Ou
         return Outcome(figures={SAVE: saving, FIRST: loading, STORED: stored_bytes(path)})
 
     try:
-        return outcome_of(name, measure)
+        return outcome_of(name, measure_once)
     finally:
         remove(path)
 

@@ -29,6 +29,7 @@ from tensorkeep.ext.pages import (
     render_page,
 )
 from tensorkeep.ext.storage import replace_file
+from tensorkeep_bench.report import sentences, tables
 from tensorkeep_bench.report.images import GAIN_LEGEND, png_file, svg_file
 from tensorkeep_bench.report.measures import (
     GIB,
@@ -39,26 +40,6 @@ from tensorkeep_bench.report.measures import (
     subject_name,
 )
 from tensorkeep_bench.report.plots import FILES_ONLY, NAME_LENGTH, Plot, draw_plots
-from tensorkeep_bench.report.sentences import (
-    completeness,
-    headlines,
-    measured_by,
-    noise_lines,
-    purpose,
-    verdict_sentence,
-)
-from tensorkeep_bench.report.tables import (
-    STATUS,
-    aliases_lines,
-    claims_table,
-    design_tables,
-    entries,
-    gain_map,
-    isolated_table,
-    not_run_table,
-    observed_table,
-    verdict_table,
-)
 from tensorkeep_bench.results import ArmStatistics, CellRecord, Measure, Results, Subject, read_results
 from tensorkeep_bench.wording import capitalised, clipped
 
@@ -72,6 +53,7 @@ def report_page(results: Results, plots: list[Plot]) -> str:
     shown = {plot.name: (plot.title, plot.canvas.page_svg(plot.title)) for plot in plots if plot.name not in FILES_ONLY}
     # A design has a plot of its own. Bars begin at 0, where no loss is, so that training has a map of gains.
     usual = "gains" if results.experiment.workload == "training" else "bars"
+    recommended = results.summary.recommendations
     heading, subject = results.experiment.title or results.experiment.name, subject_and_machine(results)
     return render_page(
         "template.html.j2",
@@ -82,28 +64,26 @@ def report_page(results: Results, plots: list[Plot]) -> str:
         title=f"{heading}: {subject}",
         heading=heading,
         measured=subject,
-        verdict=verdict_sentence(results),
+        verdict=sentences.verdict_sentence(results),
         bars=amount_bars(results),
         bars_note=bars_note(results),
         bar_legend=BAR_LEGEND,
-        gains=gain_map(results),
+        gains=tables.gain_map(results),
         gain_legend=GAIN_LEGEND,
         losses=loss_charts(results),
         losses_note=losses_note(results),
-        measured_by=measured_by(results),
-        incomplete=completeness(results),
-        headlines=headlines(results),
-        recommendations=[
-            (purpose(one), capitalised(one.text), _json(one.settings)) for one in results.summary.recommendations
-        ],
-        noise=noise_lines(results),
-        comparison=isolated_table(results),
-        verdicts=[verdict_table(results, measure) for measure in results.primary()],
-        **design_tables(results),
-        aliases=aliases_lines(results),
-        claims=claims_table(results),
-        not_run=not_run_table(results),
-        observed=observed_table(results),
+        measured_by=sentences.measured_by(results),
+        incomplete=sentences.completeness(results),
+        headlines=sentences.headlines(results),
+        recommendations=[(sentences.purpose(one), capitalised(one.text), _json(one.settings)) for one in recommended],
+        noise=sentences.noise_lines(results),
+        comparison=tables.isolated_table(results),
+        verdicts=[tables.verdict_table(results, measure) for measure in results.primary()],
+        **tables.design_tables(results),
+        aliases=tables.aliases_lines(results),
+        claims=tables.claims_table(results),
+        not_run=tables.not_run_table(results),
+        observed=tables.observed_table(results),
         environment=facts_of(results.environment),
         subject=_subject(results.subject),
         arms=arms_table(results),
@@ -134,7 +114,7 @@ def arms_table(results: Results) -> ReportTable:
     rows = []
     for arm in results.arms:
         settings = TableEntry(json.dumps(arm.settings, ensure_ascii=False), code=True)
-        rows.append((*entries(arm.name, arm.role, arm.about), settings))
+        rows.append((*tables.entries(arm.name, arm.role, arm.about), settings))
     return ReportTable("Arms", ("=arm", "=role", "about", "settings"), rows)
 
 
@@ -148,7 +128,7 @@ def _cells(results: Results) -> ReportTable:
                 TableEntry(cell.arm),
                 TableEntry(str(cell.block + 1), cell.block),
                 TableEntry(str(cell.order + 1), cell.order),
-                TableEntry(STATUS[cell.status], tone="" if cell.status == "ok" else "bad"),
+                TableEntry(tables.STATUS[cell.status], tone="" if cell.status == "ok" else "bad"),
                 *figures,
                 _raw(cell.seconds),
                 TableEntry(shlex.join(cell.command), code=True),

@@ -15,7 +15,6 @@ from tensorkeep_bench.wording import FAR, NEAR, clipped, gain, percent
 
 FILES_ONLY = ("three-way", "comparison", "impact")  # plots that only repeat figures of the page
 WIDTH = 1060.0
-LOG_FROM = 20.0
 MOST_ARMS = 40
 NAME_LENGTH = 34
 _FEW = 3  # the published three-way comparison has three panels; for more arms, a fourth shows the improvement
