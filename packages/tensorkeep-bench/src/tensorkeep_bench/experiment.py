@@ -82,12 +82,13 @@ def make_plan(experiment: Experiment, arms: Sequence[Arm], notes: tuple[str, ...
         check_name(name, "arm")
         if name in names[:place]:
             raise UsageError(f"two arms are called {name!r}", remedy="give each arm its own name")
-    _check_known(experiment.baseline or "", names, f"the baseline {experiment.baseline!r} is not an arm", "its arms")
+    base = str(experiment.baseline)
+    _check_known(base, names, f"the baseline {experiment.baseline!r} is not an arm", "its arms")
     # The control runs as one more arm in every block, so it sees the same drift as the others.
-    control = f"{experiment.baseline} (again)"
+    control = f"{base} (again)"
     if experiment.control and control in names:
         raise UsageError(f"{control!r} is the name of the A/A control", remedy="rename that arm")
-    baseline = arms[names.index(experiment.baseline)]
+    baseline = arms[names.index(base)]
     about = "The A/A control: the baseline measured again. How far it lies from the baseline is noise."
     again = replace(baseline, name=control, role="control", about=about, places=(Place("control"),))
     others = (replace(arm, role="arm") for arm in arms if arm is not baseline)

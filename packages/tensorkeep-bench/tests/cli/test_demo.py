@@ -24,7 +24,7 @@ from tensorkeep.errors import StoreError
 from tensorkeep.runs.steps import Step
 from tensorkeep_bench.analysis.summary import summarise
 from tensorkeep_bench.checkpoint.measure import FreshProcess
-from tensorkeep_bench.cli.demo import sparkline, training_demo
+from tensorkeep_bench.cli.demo import training_demo
 from tensorkeep_bench.demo import faults, speed, training
 from tensorkeep_bench.demo.training import ComparedRuns, KilledRun, TrainingDemo
 
@@ -139,10 +139,6 @@ def test_quiet_prints_nothing_and_a_broken_promise_is_reported_and_fails(
     different = ComparedRuns([4.0, 3.0], [4.0, 3.1], 2, 1)
     monkeypatch.setattr(training, "compare_runs", lambda *_, **__: different)
     assert "only 1 of 2 losses are the same" in " ".join(call(*arguments, code=1).out.split())
-
-
-def test_sparkline_has_a_level_for_each_mean() -> None:
-    assert sparkline([0.0, 0.0, 1.0, 1.0, 0.5, 0.5], 3, 0.0, 1.0) in ("▁█▅", ".%*", ".#*")
 
 
 def test_an_interrupt_in_a_round_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:

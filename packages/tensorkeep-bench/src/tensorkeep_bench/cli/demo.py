@@ -3,7 +3,6 @@ their order and their text."""
 
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,28 +12,24 @@ from rich.console import Console
 from rich.text import Text
 
 from tensorkeep.errors import UsageError
-from tensorkeep.ext import counted, format_bytes, format_seconds, number
-from tensorkeep.ext.cli import DEFAULT, SIZE, AtLeastOne, Checkpoint, Output, Switch, columns
-from tensorkeep.ext.pages import Bars
+from tensorkeep.ext import counted, format_bytes
+from tensorkeep.ext.cli import DEFAULT, SIZE, AtLeastOne, Checkpoint, Output, Switch
+from tensorkeep.ext.pages import Bars, check_page
 from tensorkeep_bench.analysis.samples import SMALLEST_STATE
 from tensorkeep_bench.checkpoint.states import StatePair
 from tensorkeep_bench.demo import faults, speed
-from tensorkeep_bench.demo.training import ComparedRuns, RepeatedSteps, TrainingDemo
-from tensorkeep_bench.report.demo import DemoResults, facts, six_way_bars, speed_bars
+from tensorkeep_bench.demo import training as training_part
+from tensorkeep_bench.demo.training import RepeatedSteps, TrainingDemo
+from tensorkeep_bench.report.demo import DemoResults, facts, six_way_bars, speed_bars, write_demo_page
+from tensorkeep_bench.report.html import REPORT
 from tensorkeep_bench.results import Results
 
 _DEFAULT_ROUNDS = 3
 _STEPS, _EVERY = 100, 20
 _SMALLEST, _LARGEST = 10**6, 100 * 10**9
 
-# Columns of a curve, and of the text beside it.
-_CURVE, _BESIDE_CURVE = 60, 21
-
 # Columns of a bar chart: together at most 79 with the gaps.
 _LABEL, _BAR, _TEXT = 24, 34, 12
-
-_LEVELS = "▁▂▃▄▅▆▇█"
-_PLAIN_LEVELS = ".:-=+*%#"
 
 
 def demo(
@@ -80,10 +75,6 @@ def demo(
             limits = f"{format_bytes(_SMALLEST)} to {format_bytes(_LARGEST)}"
             raise UsageError(f"--size is {format_bytes(size)}, out of range", remedy=f"give {limits}")
         scale = speed.scale_of_size(size)
-    from tensorkeep.ext.pages import check_page
-    from tensorkeep_bench.report.demo import write_demo_page
-    from tensorkeep_bench.report.html import REPORT
-
     page = out or Path("tensorkeep-demo.html")
     # Before the measurement, which takes minutes.
     check_page(page, REPORT)
@@ -99,9 +90,6 @@ def demo(
 
 def _run(output: Output, folder: Path, states: StatePair, source: Path | None, rounds: int | None) -> DemoResults:
     # Each part is printed as soon as it is done, because the demo takes two minutes.
-    from tensorkeep_bench.demo.speed import compare_six_ways
-    from tensorkeep_bench.demo.training import compare_runs
-
     # Fewer rounds on a slow machine, unless the user asked for a number.
     seconds = speed.LONGEST_SECONDS if rounds is None else math.inf
     with output.status("measuring") as status:
@@ -115,15 +103,17 @@ def _run(output: Output, folder: Path, states: StatePair, source: Path | None, r
         intact = faults.save_and_verify(folder, states)
         damage = faults.damage_and_verify(folder)
         peers = faults.damage_peers(folder, states, damage.flip.name)
-    _print_damage(output, damage, peers)
+    heading = f"2. One bit is flipped in the checkpoint of every tool, in tensor {damage.flip.name}."
+    _print_part(output, heading, [*(each.text() for each in peers), *damage.texts()])
     with output.status("killing saves"):
         kills = faults.kill_saves(folder, states)
-    _print_kills(output, kills)
+    heading = "3. kill -9 in the middle of a save that replaces the checkpoint."
+    _print_part(output, heading, [each.text() for each in kills])
     with output.status("training") as status:
-        runs = compare_runs(folder, status, steps=_STEPS, every=_EVERY)
-    _print_training(output, runs)
+        runs = training_part.compare_runs(folder, status, steps=_STEPS, every=_EVERY)
+    _print_part(output, f"4. {runs.text()}", [])
     with output.status("comparing six ways") as status:
-        six_way = compare_six_ways(folder, status)
+        six_way = speed.compare_six_ways(folder, status)
     _print_six_ways(output, six_way)
     return DemoResults(
         source=None if source is None else str(source),
@@ -142,12 +132,12 @@ def _run(output: Output, folder: Path, states: StatePair, source: Path | None, r
 
 
 def _description(states: StatePair, source: Path | None) -> str:
-    amount = f"{format_bytes(states.nbytes)} ({counted(len(states.flat.leaves), 'tensor')})"
-    return (
-        f"{amount} of random bfloat16 weights in the shapes of OpenLLaMA-3B"
-        if source is None
-        else f"{amount} of {source}"
-    )
+    of = source or "random bfloat16 weights in the shapes of OpenLLaMA-3B"
+    return f"{format_bytes(states.nbytes)} ({counted(len(states.flat.leaves), 'tensor')}) of {of}"
+
+
+def _print_part(output: Output, heading: str, lines: list[str]) -> None:
+    output.paragraph(heading, *(f"   {line}" for line in lines))
 
 
 def _print_speed(output: Output, description: str, nbytes: int, rounds: Results, t5x: speed.SmallRun) -> None:
@@ -166,47 +156,6 @@ def _print_speed(output: Output, description: str, nbytes: int, rounds: Results,
         "safetensors do not. safetensors maps the file instead of reading it."
     )
     output.paragraph(*(f"   {sentence}" for sentence in sentences))
-
-
-def _print_damage(output: Output, damage: faults.DamageReport, peers: list[faults.PeerDamage]) -> None:
-    flip = damage.flip
-    lines = [
-        f"{each.tool} loads {number(each.after or 0.0)} instead of {number(each.before)}, without a word."
-        if each.silent
-        else f"{each.tool} raises: {each.error}."
-        for each in peers
-    ]
-    named = [f"file {each.file}, tensor {each.name}, block {each.block}" for each in damage.report.problems]
-    found = f"tensorkeep verify finds it: {'; '.join(named)}." if named else "tensorkeep verify did NOT notice."
-    output.paragraph(
-        f"2. One bit is flipped in the checkpoint of every tool, in tensor {flip.name}.",
-        *(f"   {line}" for line in lines),
-        f"   {found}",
-        f"   tensorkeep.load refuses it: {damage.refusal}.",
-    )
-
-
-def _print_kills(output: Output, kills: list[faults.KilledSave]) -> None:
-    lines = []
-    for kill in kills:
-        left = "still loads, with every bit that it had" if kill.intact else f"is broken: {kill.error}"
-        lines.append(
-            f"   {kill.tool}: killed after {format_seconds(kill.seconds)}, {format_bytes(kill.written)} of "
-            f"{format_bytes(kill.nbytes)} written. The old checkpoint {left}."
-        )
-    output.paragraph("3. kill -9 in the middle of a save that replaces the checkpoint.", *lines)
-
-
-def _print_training(output: Output, runs: ComparedRuns) -> None:
-    output.paragraph(f"4. {runs.text()}")
-    # One scale for both curves, so that equal losses look equal.
-    both = [*runs.unbroken, *runs.resumed]
-    ends, width = (min(both), max(both)), max(1, min(_CURVE, columns() - _BESIDE_CURVE))
-    output.print_lines(
-        "",
-        f"   no kill   {sparkline(runs.unbroken, width, *ends)}  {runs.unbroken[-1]:.4f}",
-        f"   killed    {sparkline(runs.resumed, width, *ends)}  {runs.resumed[-1]:.4f}",
-    )
 
 
 def _print_six_ways(output: Output, results: Results) -> None:
@@ -233,38 +182,18 @@ def print_bars(bars: Bars) -> None:
     """Print a title and a bar per line. ``>`` marks a bar that is longer than the scale, and cut off."""
     # rich would assume 80 columns in a pipe.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    # Printing a block character would end the demo under LC_ALL=C.
+    block = "#" if "█".encode(sys.stdout.encoding or "ascii", "replace") == b"?" else "█"
     width = max(1, min(_BAR, console.width - _LABEL - _TEXT))
     console.print(Text(f"   {bars.title}", style="bold"))
     for bar in bars.bars:
         # At least one character, so that a small value is visible.
         length = max(1, round(width * min(1.0, bar.value / bars.full)))
-        drawn = _blocks("█", "#") * length
+        drawn = block * length
         if bar.value > bars.full * 1.001:
             drawn = drawn[:-1] + ">"
         style = "bold cyan" if bar.tone == "good" else "dim"
         console.print(Text.assemble(f"   {bar.label:<{_LABEL - 3}}", (f"{drawn:<{width}}", style), f"  {bar.text}"))
-
-
-def sparkline(values: Sequence[float], width: int, low: float, high: float) -> str:
-    levels = _blocks(_LEVELS, _PLAIN_LEVELS)
-    width = min(width, len(values))
-    line = ""
-    for place in range(width):
-        # A character shows the mean of equal parts, so that no step is left out.
-        part = values[place * len(values) // width : (place + 1) * len(values) // width]
-        # A flat curve has no range to divide by.
-        height = (sum(part) / len(part) - low) / ((high - low) or 1.0)
-        line += levels[min(len(levels) - 1, max(0, int(height * len(levels))))]
-    return line
-
-
-def _blocks(wanted: str, plain: str) -> str:
-    try:
-        # Printing block characters would end the demo under LC_ALL=C.
-        wanted.encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return plain
-    return wanted
 
 
 def training_demo(

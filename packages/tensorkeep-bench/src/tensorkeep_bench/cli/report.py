@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import msgspec
 
 from tensorkeep.ext.cli import DEFAULT, Output, Switch, Table, print_lines
-from tensorkeep.ext.pages import ReportTable
+from tensorkeep.ext.pages import ReportTable, check_page
 from tensorkeep_bench.analysis.samples import too_small
 from tensorkeep_bench.report import sentences, tables
 from tensorkeep_bench.results import Results, read_results
@@ -55,7 +55,7 @@ def report(
 
 
 def _write(found: Results, page: Path, plots: Path | None, csv: Path | None, output: Output) -> None:
-    from tensorkeep.ext.pages import check_page
+    # Only here: tables alone need no page.
     from tensorkeep_bench.report.html import REPORT, write_report
 
     # Before the tables, so that a wrong --out shows at once.

@@ -12,7 +12,7 @@ import torch
 
 from tensorkeep import VerifyReport, load, save, verify
 from tensorkeep.errors import CorruptCheckpointError, StoreError, UsageError, first_line
-from tensorkeep.ext import machine
+from tensorkeep.ext import format_bytes, format_seconds, machine, number
 from tensorkeep.ext.formats import manifest
 from tensorkeep.ext.storage import LocalDirectory
 from tensorkeep_bench.checkpoint.measure import PROCESSES
@@ -40,6 +40,11 @@ class DamageReport:
     report: VerifyReport
     refusal: str
 
+    def texts(self) -> list[str]:
+        named = [f"file {each.file}, tensor {each.name}, block {each.block}" for each in self.report.problems]
+        found = f"tensorkeep verify finds it: {'; '.join(named)}." if named else "tensorkeep verify did NOT notice."
+        return [found, f"tensorkeep.load refuses it: {self.refusal}."]
+
 
 @dataclass(frozen=True, slots=True)
 class PeerDamage:
@@ -54,6 +59,12 @@ class PeerDamage:
     @property
     def silent(self) -> bool:
         return self.error is None and self.after != self.before
+
+    def text(self) -> str:
+        if not self.silent:
+            return f"{self.tool} raises: {self.error}."
+        values = f"{number(self.after or 0.0)} instead of {number(self.before)}"
+        return f"{self.tool} loads {values} (byte {self.offset:,} of {self.file}), without a word."
 
 
 def flip_bit(checkpoint: Path) -> BitFlip:
@@ -143,6 +154,11 @@ class KilledSave:
     @property
     def intact(self) -> bool:
         return self.error is None
+
+    def text(self) -> str:
+        written = f"{format_bytes(self.written)} of {format_bytes(self.nbytes)} written"
+        left = "still loads, with every bit that it had" if self.intact else f"is broken: {self.error}"
+        return f"{self.tool}: killed after {format_seconds(self.seconds)}, {written}. The old checkpoint {left}."
 
 
 def kill_saves(folder: Path, states: StatePair) -> list[KilledSave]:

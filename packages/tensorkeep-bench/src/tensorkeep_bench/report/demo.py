@@ -129,8 +129,8 @@ def demo_page(results: DemoResults) -> str:
         notes=notes(results.rounds, results.t5x),
         samples=_samples(results),
         flip=results.damage.flip,
-        bit=_bit_table(results),
-        kills=_kill_table(results),
+        damage=[*(each.text() for each in results.peers), *results.damage.texts()],
+        kills=[each.text() for each in results.kills],
         training=results.training.text(),
         curves=_curves(results),
         six_about=six_way.experiment.about,
@@ -159,34 +159,6 @@ def _samples(results: DemoResults) -> ReportTable:
 
 def _seconds(value: float | None) -> TableEntry:
     return TableEntry("-") if value is None else TableEntry(f"{value:.3f}", value)
-
-
-def _bit_table(results: DemoResults) -> ReportTable:
-    rows = []
-    for each in results.peers:
-        outcome = f"loads {number(each.after or 0.0)} instead of {number(each.before)}, without an error"
-        entry = TableEntry(outcome, tone="bad") if each.silent else TableEntry(f"raises: {each.error}", tone="good")
-        rows.append((TableEntry(each.tool), TableEntry(each.file), TableEntry(f"{each.offset:,}", each.offset), entry))
-    flip, damage = results.damage.flip, results.damage
-    own = TableEntry(
-        f"names tensor {flip.name}, block {flip.block}, and refuses to load it: {damage.refusal}", tone="good"
-    )
-    if damage.report.ok:
-        own = TableEntry("did not notice", tone="bad")
-    rows.append((TableEntry("tensorkeep"), TableEntry(flip.file), TableEntry(f"{flip.offset:,}", flip.offset), own))
-    return ReportTable("How the tools react", ("=tool", "=file", ">byte", "outcome"), rows)
-
-
-def _kill_table(results: DemoResults) -> ReportTable:
-    rows = []
-    for kill in results.kills:
-        left = TableEntry("whole: it loads, with every bit that it had", tone="good")
-        if not kill.intact:
-            left = TableEntry(f"broken: {kill.error}", tone="bad")
-        written = f"{format_bytes(kill.written)} of {format_bytes(kill.nbytes)}"
-        times = TableEntry(format_seconds(kill.seconds), kill.seconds), TableEntry(written, kill.written)
-        rows.append((TableEntry(kill.tool), *times, left))
-    return ReportTable("What is left", ("=tool", ">killed after", ">written by then", "the old checkpoint"), rows)
 
 
 def _curves(results: DemoResults) -> list[Chart]:
