@@ -26,7 +26,7 @@ API, COMMAND_LINE, ERRORS = "reference/api", "reference/commands", "reference/er
 TITLES = {"Parameters": "Options"}
 """Panels of the help that have another title on the site."""
 
-_ENTRY = re.compile(r"^\* (`tensorkeep[\w.]*`(?:, `tensorkeep[\w.]*`)*)$", re.MULTILINE)
+_ENTRY = re.compile(r"^\* (`[\w.]+`(?:,\s+`[\w.]+`)*)$", re.MULTILINE)
 _SECTION = re.compile(r"^## (.+)\n", re.MULTILINE)
 _ERROR = re.compile(r"^## (\w+)\n", re.MULTILINE)
 

@@ -29,6 +29,7 @@ SHORTER: tuple[tuple[str, str], ...] = (
     (r"tensorkeep demo", "--rounds 1 --no-progress"),
     (r"tensorkeep tune checkpoint", "--seconds 1 --size 64MB"),
     (r"tensorkeep tune training", "--predict-only"),
+    (r"tensorkeep bench checkpoint .*--from .*--out", f"{_QUICK} --arms pytorch"),
     (r"tensorkeep bench checkpoint .*--from", _QUICK),
     (r"tensorkeep bench checkpoint", f"{_QUICK} --model {_TINY}"),
     (r"tensorkeep bench training --recipe", f'{_QUICK} --steps 8 --arms "only fused-optimizer"'),
