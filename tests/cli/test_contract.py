@@ -113,6 +113,16 @@ def test_commands_are_plug_ins_and_a_missing_package_is_named(
         "in a clone of Tensorkeep: pip install ./packages/chatgot",
     ]
     assert "(needs chatgot)" in call("--help").out
+    missing = "a command of chatgot, which is not installed; in a clone of Tensorkeep: pip install ./packages/chatgot"
+    assert missing in call("train", "--help").out
+    # A folder of that name, such as packages/chatgot in a clone, is not the package.
+    (tmp_path / "absent_package").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not absent.installed
+    for name in ("prepare", "info"):
+        command = commands.COMMANDS[f"data {name}"]._replace(target="absent_package.cli:data")
+        monkeypatch.setitem(commands.COMMANDS, f"data {name}", command)
+    assert "Prepare text for training. (needs chatgot)" in call("--help").out
     # Another package adds a command of its own to a group, and cannot replace one.
     entries = {"bench.mine": "platform:python_version", "info": "platform:machine", "mine": "platform:system"}
     package = tmp_path / "mine-1.dist-info"

@@ -63,7 +63,9 @@ class Registry(Generic[P]):
             message = f"the {self._kind} {name!r} is in the package {package}, which is not installed"
             raise MissingExtraError(message, remedy=installation_of(package))
         if entry is None:
-            remedy = did_you_mean(name, self.names()) if self._entries else "reinstall tensorkeep"
+            # A format of a package that is not installed counts: its name then leads to the package.
+            known = sorted({*self.names(), *self._elsewhere})
+            remedy = did_you_mean(name, known) if self._entries else "reinstall tensorkeep"
             raise UnsupportedError(f"there is no {self._kind} named {name!r}", remedy=remedy)
         # The type of a loaded object is not known here: the conformance suite of the kind checks it.
         # `setdefault`: of two threads, both get the first one's object.

@@ -12,6 +12,7 @@ import torch
 import tensorkeep
 from command_line import Call, RunJson
 from tensorkeep import CheckpointManager
+from tensorkeep.checkpoint.log import RUN_RECORDS
 from tensorkeep.units import format_bytes
 
 
@@ -46,6 +47,20 @@ def test_log_lists_the_newest_step_first_and_as_many_as_are_asked_for(run: str, 
     document = run_json("log", run, "--last", "2")
     assert ([step["number"] for step in document["steps"]], document["count"]) == ([29, 30], 30)
     call("log", run, "--metric", "lr", code=2)
+
+
+def test_log_lists_the_steps_of_a_chatgot_run_without_chatgot(
+    run: str, run_json: RunJson, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_built_in", "_entries"):
+        monkeypatch.setattr(RUN_RECORDS, name, {})
+    monkeypatch.setattr(RUN_RECORDS, "_loaded", {})
+    Path(run, "run.json").write_text("{}")
+    first, second = call("log", run).out.splitlines()[-2:]
+    assert first == "the segments of the run are not known, because chatgot is not installed"
+    assert second == "in a clone of Tensorkeep: pip install ./packages/chatgot"
+    document = run_json("log", run)
+    assert (document["record"], document["count"]) == (f"{first}\n{second}", 30)
 
 
 def test_log_names_damage_and_verifies(run: str, call: Call) -> None:

@@ -32,7 +32,15 @@ from tensorkeep.checkpoint.options import (
     thread_count,
 )
 from tensorkeep.errors import DestinationExistsError, PathLike, UnsupportedError, UsageError
-from tensorkeep.formats.base import FORMATS, StagedWrite, StepRecord, WriteSettings, check_saveable, format_by_suffix
+from tensorkeep.formats.base import (
+    FORMATS,
+    SUFFIXES_ELSEWHERE,
+    StagedWrite,
+    StepRecord,
+    WriteSettings,
+    check_saveable,
+    format_by_suffix,
+)
 from tensorkeep.formats.native.writer import NativeOptions
 from tensorkeep.paths import as_path, checked_path
 from tensorkeep.ranks.group import ONE_RANK, Group, GroupCoordinator, RankCoordinator, ranks_of
@@ -115,8 +123,15 @@ def check_store(path: PathLike, format: str) -> None:
 
 
 def default_format(path: PathLike) -> str:
+    """Return the format of a save by the suffix of its path.
+
+    The format may be of a package that is not installed: a native checkpoint with the suffix of another format would
+    surprise later.
+    """
     found = format_by_suffix(path)
-    return DEFAULT_FORMAT if found is None else found.name
+    if found is None:
+        return SUFFIXES_ELSEWHERE.get(as_path(path).suffix.lower(), DEFAULT_FORMAT)
+    return found.name
 
 
 def flat_state(state: object, ranks: RankCoordinator = ONE_RANK) -> Flat[Leaf]:

@@ -27,7 +27,13 @@ class Command(NamedTuple):
     def installed(self) -> bool:
         """Whether the top-level package of ``target`` can be found; nothing is imported."""
         # A module of this package is found in sys.modules, and others by one look at sys.path.
-        return find_spec(self.target.partition(".")[0]) is not None
+        spec = find_spec(self.target.partition(".")[0])
+        # A folder without modules, such as packages/chatgot in a clone, has no origin.
+        return spec is not None and spec.origin is not None
+
+    @property
+    def marked_summary(self) -> str:
+        return self.summary if self.installed else f"{self.summary} (needs {self.package})"
 
 
 COMMANDS = {
@@ -194,26 +200,28 @@ def add_commands(app: App, commands: Mapping[str, Command]) -> None:
         group, _, word = name.rpartition(" ")
         if group and group not in groups:
             about = GROUPS.get(group, f"Commands of {command.package}.")
+            # All commands of a group are in one package.
+            about = about if command.installed else f"{about} (needs {command.package})"
             groups[group] = App(name=group, help=about, sort_key=position, help_epilogue=epilogue(group, program))
             app.command(groups[group])
         # Without its package, a command is still listed, and raises an error that names the package.
         groups.get(group, app).command(
-            command.target if command.installed else _not_installed(name, command.package),
+            command.target if command.installed else _not_installed(name, command),
             name=word,
-            help=command.summary if command.installed else f"{command.summary} (needs {command.package})",
+            help=command.marked_summary,
             sort_key=position,
             help_epilogue=epilogue(name, program),
         )
 
 
-def _not_installed(name: str, package: str) -> Callable[..., NoReturn]:
+def _not_installed(name: str, command: Command) -> Callable[..., NoReturn]:
     # It takes any arguments, because the options of the command are not known.
     def refuse(*_: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]) -> NoReturn:
-        raise MissingExtraError(
-            f"tensorkeep {name} is a command of {package}, which is not installed",
-            remedy=installation_of(package),
-        )
+        raise MissingExtraError(missing, remedy=installation_of(command.package))
 
+    missing = f"tensorkeep {name} is a command of {command.package}, which is not installed"
+    # Its `--help` shows the docstring.
+    refuse.__doc__ = f"{command.marked_summary}\n\n{missing}; {installation_of(command.package)}"
     return refuse
 
 

@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 
 from tensorkeep.checkpoint.log import RECORD, RUN_RECORDS, LoggedStep, RunLog
 from tensorkeep.checkpoint.log import log as read_log
+from tensorkeep.cli.commands import TRAINER
 from tensorkeep.cli.options import STORE, AtLeastOne, StoreOptions, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines, ratio
-from tensorkeep.errors import CorruptCheckpointError, TensorkeepError
+from tensorkeep.errors import CorruptCheckpointError, MissingExtraError, TensorkeepError
 from tensorkeep.paths import StorePath, as_path
 from tensorkeep.units import counted, format_age, format_bytes, format_moment
 
@@ -72,8 +73,11 @@ def _segments(root: Path) -> tuple[dict[str, Any], list[str]]:
         return {}, []
     try:
         return RUN_RECORDS.get(RECORD)(folder)
+    # The steps can be listed without the record.
+    except MissingExtraError as error:
+        lines = [f"the segments of the run are not known, because {TRAINER} is not installed", str(error.remedy)]
+        return {"record": "\n".join(lines)}, lines
     except TensorkeepError as error:
-        # The steps can be listed without the record.
         return {"record": str(error)}, [f"the segments of the run are not known: {error}"]
 
 

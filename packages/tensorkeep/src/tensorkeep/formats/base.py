@@ -747,12 +747,15 @@ class Format(ABC):
         return self.options(**values)
 
 
+# The package of formats that may not be installed, and the formats of suffixes then.
+PACKAGE_ELSEWHERE = "tensorkeep-formats"
+SUFFIXES_ELSEWHERE = {".zarr": "tensorstore"}
 # All formats that are installed; an entry point of ``tensorkeep.formats`` adds one.
 FORMATS: Registry[Format] = Registry(
     "format",
     "tensorkeep",
-    "tensorkeep-formats",
-    elsewhere={"tensorstore": "tensorkeep-formats", "t5x": "tensorkeep-formats"},
+    PACKAGE_ELSEWHERE,
+    elsewhere={"tensorstore": PACKAGE_ELSEWHERE, "t5x": PACKAGE_ELSEWHERE},
 )
 
 

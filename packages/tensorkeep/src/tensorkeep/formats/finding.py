@@ -19,7 +19,7 @@ from tensorkeep.errors import (
     UsageError,
     installation_of,
 )
-from tensorkeep.formats.base import FORMATS, Format, OpenSettings, Reader
+from tensorkeep.formats.base import FORMATS, PACKAGE_ELSEWHERE, Format, OpenSettings, Reader
 from tensorkeep.formats.model_folder import is_index, is_part
 from tensorkeep.paths import as_path
 from tensorkeep.storage import exists, file_mode, first_bytes, names_in, storage_of
@@ -32,8 +32,12 @@ _MOST_LOOKED_AT = 1000
 _MOST_IN_STORE = 16  # each takes several requests
 _MOST_NAMED = 3
 _ORBAX_TREE, _ORBAX_STEP = "_METADATA", "_CHECKPOINT_METADATA"
-# Files in the folder of an array.
-_ARRAYS = ("zarr.json", ".zarray", "manifest.ocdbt")
+# Files of formats that another package reads: their first bytes, and what a folder with the file is.
+_ELSEWHERE = (
+    ("checkpoint", rb"[\x80-\x8f\xde\xdf](?s:.*)(?:version|optimizer)", "a checkpoint of T5X"),
+    ("manifest.ocdbt", rb"\x0c\xdb\x3a\x2a", "an OCDBT database of arrays"),
+    *((name, rb"\s*\{", "a folder of Zarr arrays") for name in ("zarr.json", ".zarray", ".zgroup")),
+)
 _SHARD = re.compile(r"(?!shard-)(.+)-\d+-of-\d+\.(safetensors|bin)")
 
 
@@ -163,11 +167,18 @@ def _check_not_orbax(place: Path, names: list[str]) -> None:
 
 def _check_not_of_another_package(place: Path, names: list[str]) -> None:
     """Raise MissingExtraError for arrays of TensorStore and folders of T5X if tensorkeep-formats is not installed."""
-    if "tensorstore" not in FORMATS.names() and any(
-        exists(place / each / mark) for each in ("", *names) for mark in _ARRAYS
-    ):
-        message = "is a folder of Zarr or OCDBT arrays, or of T5X, which tensorkeep-formats reads; it is not installed"
-        raise MissingExtraError(message, path=place, remedy=installation_of("tensorkeep-formats"))
+    if "tensorstore" in FORMATS.names():
+        return
+    for folder in (place, *(place / name for name in names)):
+        for mark, pattern, what in _ELSEWHERE:
+            # The names in the folder itself are known: a store is not asked for others.
+            if (folder != place or mark in names) and re.match(pattern, first_bytes(folder / mark, 64) or b""):
+                holds = "is" if folder == place else f"holds {folder.name},"
+                raise MissingExtraError(
+                    f"{holds} {what}, which the package {PACKAGE_ELSEWHERE} reads; it is not installed",
+                    path=place,
+                    remedy=installation_of(PACKAGE_ELSEWHERE),
+                )
 
 
 def _folder_error(names: list[str], path: PathLike) -> NotACheckpointError:
