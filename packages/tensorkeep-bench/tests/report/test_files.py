@@ -44,7 +44,7 @@ def names(folder: Path) -> list[str]:
 
 def test_the_report_is_written_beside_the_results(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command.report(run)
-    plots = [f"plots/{name}.{kind}" for name in ("gains", "three-way") for kind in ("png", "svg")]
+    plots = [f"plots/{name}.{kind}" for name in ("gains", "pareto", "three-way") for kind in ("png", "svg")]
     assert names(run) == [*plots, "report.html", "results.json", "samples.csv", "summary.csv"]
     assert (run / "plots" / "gains.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out

@@ -52,8 +52,8 @@ def words(canvas: Canvas) -> list[str]:
 
 def test_three_arms_get_three_panels(tmp_path: Path) -> None:
     results = read(documents.document(documents.THREE_WAY, runs=2), tmp_path)
-    assert [name for name, *_ in wanted(results)] == ["three-way", "gains"]
-    assert [plot.name for plot in draw_plots(results, for_files=False)] == ["gains"]
+    assert [name for name, *_ in wanted(results)] == ["three-way", "gains", "pareto"]
+    assert [plot.name for plot in draw_plots(results, for_files=False)] == ["gains", "pareto"]
     shown = {"pytorch", "tensorstore", "t5x", "durable save", "cold load", "size"}
     # 6.7 to 134 s span more than 20 times, sizes do not.
     shown |= {"seconds, log scale", "GB"}
@@ -62,14 +62,15 @@ def test_three_arms_get_three_panels(tmp_path: Path) -> None:
 
 def test_more_arms_get_four_and_six_panels_and_gains_show_intervals_and_noise(tmp_path: Path) -> None:
     found = figures(four(missing=OFF), tmp_path)
-    assert list(found) == ["comparison", "impact", "gains"]
-    comparison, impact, gains = (set(words(plot.canvas)) for plot in found.values())
+    assert list(found) == ["comparison", "impact", "gains", "pareto"]
+    comparison, impact, gains, pareto = (set(words(plot.canvas)) for plot in found.values())
     assert "improvement" in comparison
     assert {"durable save: improvement", "cold load: improvement", "impact, % of the baseline"} <= impact
     gain = four(missing=OFF)["summary"]["arms"][FORMULA]["save"]["gain"]
     assert {wording.gain(gain), "noise: the baseline against itself"} <= gains
     assert "baseline" not in gains  # it has no gain over itself
     assert {"off", "not run (timed out)"} <= comparison & impact & gains
+    assert "off" not in pareto
 
 
 def spanning(*spans: tuple[float, float]) -> dict[str, Any]:
@@ -143,7 +144,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
 
 def test_the_page_defines_the_colours_and_every_shape_lies_within_its_figure(tmp_path: Path) -> None:
     found = drawn(tmp_path)
-    assert len(found) == 7
+    assert len(found) == 8
     for plot in found.values():
         svg = plot.canvas.page_svg(plot.title)
         assert "var(--plot-ink)" in svg and not re.search(r"#[0-9a-f]{6}", svg), plot.name

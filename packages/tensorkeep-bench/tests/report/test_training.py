@@ -10,7 +10,10 @@ import msgspec
 import pytest
 
 from documents import summarise
+from tensorkeep.pages.canvas import Axis, Canvas, Text
+from tensorkeep_bench.report import plots
 from tensorkeep_bench.report.measures import compared_arms
+from tensorkeep_bench.report.plots import TradeOff
 from tensorkeep_bench.report.sentences import noise_lines
 from tensorkeep_bench.results import Results
 from tensorkeep_bench.training import cell as cell
@@ -105,6 +108,52 @@ def test_single_changes_are_sorted_by_their_gain_and_a_control_that_ran_once_giv
     results = document({"plain": [100.0], "plain (again)": [101.0]})
     results["arms"][1]["role"] = "control"
     assert noise_lines(reported(results)) == ["speed: no noise floor, because no A/A control ran in two blocks"]
+
+
+def trade_offs(results: dict[str, Any], losses: dict[str, float]) -> tuple[Canvas, list[TradeOff], tuple[Axis, Axis]]:
+    """Return the figure of trade-offs, drawn with these losses of the arms, and its points and axes of the loss."""
+    for one in results["cells"]:
+        one["figures"] |= {cell.LOSS: losses[one["arm"]]} if one["figures"] else {}
+    found = reported(results)
+    speed, loss = found.measure(cell.SPEED), found.measure(cell.LOSS)
+    assert speed and loss
+    points = plots.trade_off_points(found, speed, loss)
+    return plots.trade_offs(found), points, plots.trade_off_axes(points, loss, (0, 400), (400, 0))
+
+
+def test_trade_offs_omit_arms_that_did_not_run_and_losses_start_above_zero() -> None:
+    results = document({"plain": [100.0, 101.0], "fast": [150.0, 151.0], "off": [1.0, 1.0]}, cell.MEMORY, cell.LOSS)
+    for one in results["cells"]:
+        one["figures"] |= {cell.MEMORY: 1e6}
+        if one["arm"] == "off":
+            one.update(status="not-run", reason="no", figures={})
+    _, points, (across, down) = trade_offs(results, {"plain": 2.0, "fast": 2.01})
+    labels = [label for _, label in down.ticks()]
+    assert labels and all(label.replace(".", "").isdigit() for label in labels)
+    assert down.low > 1.5 and across.low == 0
+    assert sorted(point.name for point in points) == ["fast", "plain"]
+
+
+def test_the_axis_of_nearly_equal_losses_has_plain_numbers_and_does_not_magnify() -> None:
+    """Losses of 4.54101 and 4.54102 differ by nothing that matters."""
+    results = document({"plain": [100e6, 101e6], "fast": [150e6, 151e6]}, cell.LOSS)
+    _, _, (across, down) = trade_offs(results, {"plain": 4.54101, "fast": 4.54102})
+    assert [label for _, label in down.ticks()] == ["4.54", "4.56", "4.58"]
+    assert "100,000,000" in [label for _, label in across.ticks()]
+    assert down.high / down.low == pytest.approx(1.0124, abs=1e-3)
+
+
+def test_a_loss_far_above_the_others_is_drawn_at_the_edge() -> None:
+    results = document({"plain": [100.0] * 2, "fast": [150.0] * 2, "range test": [120.0] * 2}, cell.LOSS)
+    canvas, points, (_, down) = trade_offs(results, {"plain": 2.5, "fast": 2.6, "range test": 15.0})
+    assert {point.name: (point.y, point.beyond) for point in points} == {
+        "plain": (2.5, False),
+        "fast": (2.6, False),
+        "range test": (2.5 * 1.1, True),
+    }
+    assert down.high < 2.8
+    texts = [shape.text for shape in canvas.shapes if isinstance(shape, Text)]
+    assert any("Triangle: a loss above 1.1 times the lowest." in text for text in texts)
 
 
 def test_the_page_of_techniques_is_up_to_date_and_shows_effects_and_reasons(page: Any) -> None:

@@ -1,11 +1,13 @@
-"""The plots of a report: bars, gains with intervals, and the figures of designs."""
+"""The plots of a report: bars, gains with intervals, trade-offs, and the figures of designs."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from tensorkeep.ext import number
-from tensorkeep.ext.pages import Axis, Box, Canvas, Line, Text, text_width
+from tensorkeep.ext.pages import Axis, Box, Canvas, Line, Point, Text, text_width
 from tensorkeep_bench.report.images import gain_colour
 from tensorkeep_bench.report.measures import compared_arms, compared_measures, scale_of, subject_and_machine
 from tensorkeep_bench.report.tables import why_not_run
@@ -25,6 +27,9 @@ _SMALL = 11.0
 
 _T = TypeVar("_T", StackStep, Effect, Interaction)
 Draw = Callable[[Results], Canvas]
+
+# Values that differ by a larger factor have a logarithmic axis.
+_LOG_FROM = 20.0
 
 
 class Plot(NamedTuple):
@@ -52,6 +57,8 @@ def wanted(results: Results) -> Iterator[tuple[str, str, Draw]]:
     if arms_with_gains(results):
         baseline = results.baseline or "the baseline"
         yield "gains", f"Gain over {baseline}, with 95% intervals and the noise band", gains
+    if chosen.save and (chosen.size or chosen.load):
+        yield "pareto", "Trade-offs, and the arms that no other arm beats", trade_offs
     if results.summary.steps:
         yield "steps", "The way from the base, one change at a time", waterfall
     if results.summary.effects:
@@ -173,7 +180,6 @@ def _why_missing(results: Results, arm: str) -> str:
 
 _COLOURS = {"helps": "good", "hurts": "bad"}
 _LOWEST = -150.0
-_LOG_FROM = 20.0
 _SCALE = "Grey: no difference shown. Blue: better, orange: worse, stronger from 1.25x, 2x and 4x."
 _NO_VERDICT = "about the same, within noise, or no verdict"
 _BAR_NOTE = "Bar or dot: mean; whisker: ± 1 standard deviation; circle: one run."
@@ -233,8 +239,7 @@ def _draw_amounts(panel: Panel, results: Results, arms: list[Arm], measure: Meas
     scale = scale_of(results, measure)
     values = [scale.values(results, arm.name) for arm in arms]
     every = [value for runs in values for value in runs]
-    # A linear axis would hide the small values.
-    log = bool(every) and min(every) > 0 and max(every) / min(every) > _LOG_FROM
+    log = needs_log(every)
     highest = max((_end(runs) for runs in values if runs), default=1.0) or 1.0
     # The space on the right is for the labels.
     low, high = 0.0, highest * 1.24
@@ -555,3 +560,138 @@ def _by_measure(results: Results, found: Sequence[_T]) -> list[tuple[Measure, li
     rows = [(one, [each for each in found if each.measure == one.name][:MOST_ARMS]) for one in results.measures]
     # Only the first measures: more panels would be too small.
     return [(measure, each) for measure, each in rows if each][:_MOST_PANELS]
+
+
+# Trade-offs: a number at each point, and a list that gives the names
+
+_NEGLIGIBLE = 0.01
+_LEAST_SPAN = 0.01
+# Higher losses than so many times the lowest are drawn there: a range test ends far above all others.
+_HIGHEST_LOSS = 1.1
+_RADIUS = 8.0
+
+
+class TradeOff(NamedTuple):
+    name: str
+    x: float
+    y: float
+    best: bool = False
+    beyond: bool = False
+
+
+def trade_offs(results: Results) -> Canvas:
+    chosen, arms = compared_measures(results), drawn_arms(results)
+    save, others = chosen.save, [measure for measure in (chosen.size, chosen.load) if measure is not None]
+    assert save is not None  # `wanted` asks for this figure only then
+    # The list of names may be longer than the panels.
+    height = max(420.0, len(arms) * 17 + 40)
+    canvas = Canvas(WIDTH, height + 62)
+    names = {arm.name: clipped(arm.name, NAME_LENGTH) for arm in arms}
+    key = 60 + max((text_width(name, _SMALL) for name in names.values()), default=0.0)
+    numbers = {name: str(place) for place, name in enumerate(names, 1)}
+    width = (WIDTH - key) / max(1, len(others))
+    beyond = False
+    for place, measure in enumerate(others):
+        points = trade_off_points(results, save, measure)
+        beyond |= any(point.beyond for point in points)
+        axes = trade_off_axes(points, measure, (place * width + 70, place * width + width - 20), (height, 46))
+        _draw_trade_off(canvas, results, points, numbers, axes, (save, measure))
+    canvas.add(Text(WIDTH - key + 20, 14, "arms", bold=True))
+    for place, (name, shown) in enumerate(names.items()):
+        y = 36 + 17 * place
+        canvas.add(Text(WIDTH - key + 36, y, numbers[name], _SMALL, "faint", "end"))
+        canvas.add(Text(WIDTH - key + 44, y, shown, _SMALL))
+    better = ""
+    if {one.better for one in others} == {"lower"}:
+        better = f" Better: down and {'left' if save.better == 'lower' else 'right'}."
+    note = "Medians; the square is the baseline. Blue: no other arm is better, by 1% or more."
+    above = f" Triangle: a loss above {_HIGHEST_LOSS:g} times the lowest." if beyond else ""
+    _footnote(canvas, note + better + above + _left_out(results))
+    return canvas
+
+
+def drawn_arms(results: Results) -> list[Arm]:
+    return [arm for arm in shown_arms(results) if results.ran(arm.name)]
+
+
+def trade_off_points(results: Results, across: Measure, up: Measure) -> list[TradeOff]:
+    """Return the medians of all arms that have both figures, the best first."""
+    found = []
+    for arm in drawn_arms(results):
+        # An arm without one of the figures has no point.
+        x, y = (scale_of(results, measure).describe(results, arm.name) for measure in (across, up))
+        if x and y:
+            found.append(TradeOff(arm.name, x.median, y.median))
+
+    def beats(one: TradeOff, other: TradeOff) -> bool:
+        pairs = ((one.x, other.x, across.better), (one.y, other.y, up.better))
+        return any(_better(a, b, way) for a, b, way in pairs) and not any(_better(b, a, way) for a, b, way in pairs)
+
+    highest = min((one.y for one in found), default=0.0) * _HIGHEST_LOSS if up.unit == "nats" else math.inf
+    points = [
+        TradeOff(one.name, one.x, min(one.y, highest), not any(beats(other, one) for other in found), one.y > highest)
+        for one in found
+    ]
+    return sorted(points, key=lambda point: not point.best)
+
+
+def _better(one: float, other: float, direction: str) -> bool:
+    # By more than 1%: sizes differ by a few bytes of headers.
+    lower = one < other if direction == "lower" else one > other
+    return lower and abs(one - other) > _NEGLIGIBLE * max(abs(one), abs(other))
+
+
+def trade_off_axes(points: Sequence[TradeOff], up: Measure, across: Point, down: Point) -> tuple[Axis, Axis]:
+    x = _padded_axis([point.x for point in points], across, from_zero=True)
+    # An axis of losses does not start at 0: no loss is near it.
+    return x, _padded_axis([point.y for point in points], down, from_zero=up.unit != "nats")
+
+
+def needs_log(values: Sequence[float]) -> bool:
+    # A linear axis would hide the small values.
+    return bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_FROM
+
+
+def _padded_axis(values: list[float], ends: Point, *, from_zero: bool) -> Axis:
+    if needs_log(values):
+        margin = (max(values) / min(values)) ** 0.1
+        return Axis(min(values) / margin, max(values) * margin, *ends, log=True)
+    high = max(values, default=1.0) or 1.0
+    low = 0.0 if from_zero else min(values, default=0.0)
+    # At least 1% of the values, so that differences without a meaning look small.
+    span = max(high - low, _LEAST_SPAN * high)
+    return Axis(low - span * 0.12 * bool(low), low + span * 1.12, *ends)
+
+
+def _draw_trade_off(
+    canvas: Canvas,
+    results: Results,
+    points: Sequence[TradeOff],
+    numbers: Mapping[str, str],
+    axes: tuple[Axis, Axis],
+    measures: tuple[Measure, Measure],
+) -> None:
+    x, y = axes
+    for tick, text in x.ticks():
+        canvas.add(Line([(x.at(tick), y.end), (x.at(tick), y.start)], "grid", 0.8))
+        canvas.add(Text(x.at(tick), y.start + 16, text, _SMALL, "faint", "middle"))
+    for tick, text in y.ticks():
+        canvas.add(Line([(x.start, y.at(tick)), (x.end, y.at(tick))], "grid", 0.8))
+        canvas.add(Text(x.start - 7, y.at(tick) + 4, text, _SMALL, "faint", "end"))
+    across, up = (
+        scale_of(results, measure).label + ", log scale" * axis.log
+        for axis, measure in zip(axes, measures, strict=True)
+    )
+    canvas.add(Text(x.start, 14, f"{measures[0].label} and {measures[1].label}", bold=True))
+    canvas.add(Text((x.start + x.end) / 2, y.start + 33, across, _SMALL, "faint", "middle"))
+    canvas.add(Text(x.start - 7, y.end - 12, up, _SMALL, "faint"))
+    best = sorted((x.at(point.x), y.at(point.y)) for point in points if point.best)
+    # Steps, because no arm lies between two of the best: a slope would promise one.
+    for one, other in pairwise(best):
+        canvas.add(Line([one, (other[0], one[1]), other], "good", 1.4))
+    for point in reversed(points):  # the best above the others
+        baseline = point.name == results.baseline
+        colour = "good" if point.best else "base" if baseline else "neutral"
+        shape = "square" if baseline else "up" if point.beyond else "circle"
+        canvas.mark(shape, x.at(point.x), y.at(point.y), colour, "paper", _RADIUS)
+        canvas.add(Text(x.at(point.x), y.at(point.y) + 3.5, numbers[point.name], 9, colour, "middle", bold=True))
