@@ -30,7 +30,6 @@ from tensorkeep.checkpoint.ranges import CopyPlan, read_all
 from tensorkeep.checkpoint.stateful import (
     StatefulObject,
     for_rank,
-    has_value,
     is_below,
     load_objects,
     unwrap_states,
@@ -223,7 +222,12 @@ class _IntoState:
         loaded = load_objects(self._state, saved, self._load)
         self._match.warn_of_skipped()
         warn_of_placeholders(self._reader, skeleton)
-        return with_values_at(loaded, self._values_of_this_rank(loaded))
+        # Each `PerRank` with its loaded value; as it was given where the checkpoint has none of this rank.
+        of_this_rank = dict(self._per_rank)
+        for path in self._per_rank:
+            with suppress(KeyError):
+                of_this_rank[path] = PerRank(value_at(loaded, (*path, self._rank)))
+        return with_values_at(loaded, of_this_rank)
 
     def _check_tied(self, values: Mapping[str, Any]) -> None:
         """Raises StateMismatchError if tensors that are one in the state were saved with different values."""
@@ -242,20 +246,17 @@ class _IntoState:
                         different=(first, other),
                     )
 
-    def _values_of_this_rank(self, loaded: Any) -> dict[names.KeyPath, PerRank]:
-        """Each `PerRank` with its loaded value; as it was given where the checkpoint has none of this rank."""
-        places = {path: (*path, self._rank) for path in self._per_rank}
-        found = {path: PerRank(value_at(loaded, place)) for path, place in places.items() if has_value(loaded, place)}
-        return {**self._per_rank, **found}
-
     def _load_first(self, loaded: Any) -> None:
         """Load the objects that come first; if one refuses, load the previous states back into all objects."""
         previous: list[tuple[names.KeyPath, StatefulObject, Any]] = []
         try:
             for path in self._first:
                 stateful = self._match.objects[path].stateful
-                # Kept before the load: an object may change its state and then refuse.
-                previous.append((path, stateful, _copied_state(stateful)))
+                # Copied before the load: an object may change its state and then refuse. The copy shares the tensors,
+                # which may be large: loading replaces them.
+                state = unwrap_states(stateful.state)
+                tensors = [found.value for found in state_leaves(state, SkeletonWriter(sharded=True)).values()]
+                previous.append((path, stateful, copy.deepcopy(state, {id(tensor): tensor for tensor in tensors})))
                 load_objects(stateful, value_at(loaded, path), self._load, path)
         except BaseException:
             for path, stateful, state in previous:
@@ -284,13 +285,6 @@ class _IntoState:
                 remedy="load into an object that was made in the same way",
                 different=(names.display(path),),
             ) from error
-
-
-def _copied_state(stateful: StatefulObject) -> Any:
-    """A copy that shares the tensors, which may be large: loading replaces them."""
-    state = unwrap_states(stateful.state)
-    arrays = [found.value for found in state_leaves(state, SkeletonWriter(sharded=True)).values()]
-    return copy.deepcopy(state, {id(array): array for array in arrays})
 
 
 def _offset_progress(progress: Progress | None, before: int, total: int) -> Progress | None:

@@ -194,8 +194,9 @@ def _copy_files(
     records = [msgspec.structs.replace(record, name=name) for record, name in zip(opened.records, names, strict=True)]
     meter = Meter(sum(each.bytes for each in records if not each.name.startswith(_BESIDE)), transfer.progress)
     homes = {record.name: name for record, name in zip(opened.records, names, strict=True)}
-    # One pool for all files, so that the memory does not grow with the number of files.
-    with BufferPool(copy_budget(max((file.size for file in opened.files), default=0))) as pool:
+    # One pool for all files, so that the memory does not grow with their number. Larger files are sent in larger parts.
+    largest = max((file.size for file in opened.files), default=0)
+    with BufferPool(max(MINIMUM_BUDGET, _PARTS_IN_MEMORY * part_bytes(largest))) as pool:
         for number, file in enumerate(opened.files):
             record = records[number]
             if record.name.startswith(_BESIDE):
@@ -208,11 +209,6 @@ def _copy_files(
             else:
                 _copy_file(file, destination / record.name, transfer, pool, meter)
     return records
-
-
-def copy_budget(most_bytes: int) -> int:
-    """Return the memory to copy files of at most ``most_bytes``; larger files are sent in larger parts."""
-    return max(MINIMUM_BUDGET, _PARTS_IN_MEMORY * part_bytes(most_bytes))
 
 
 def _copy_file(file: SourceFile, path: StorePath, transfer: Transfer, pool: BufferPool, meter: Meter) -> None:

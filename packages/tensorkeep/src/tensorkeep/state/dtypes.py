@@ -1,7 +1,6 @@
 """The table of dtypes: their names (torch's or ml_dtypes'), sizes and bits in torch, numpy and safetensors."""
 
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import ml_dtypes
@@ -99,17 +98,13 @@ _TABLE = (
 )
 
 BY_NAME = {dtype.name: dtype for dtype in _TABLE}
+_BY_NUMPY = {dtype.numpy: dtype for dtype in _TABLE if dtype.has_numpy}
 BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors is not None}
 
 
 def of_numpy(dtype: np.dtype[Any]) -> DType | None:
     """None for strings, objects, records, foreign byte orders and the like."""
-    return _numpy_table().get(dtype) if dtype.isnative and dtype.fields is None else None
-
-
-@cache
-def _numpy_table() -> dict[np.dtype[Any], DType]:
-    return {dtype.numpy: dtype for dtype in _TABLE if dtype.has_numpy}
+    return _BY_NUMPY.get(dtype) if dtype.isnative and dtype.fields is None else None
 
 
 def check_numpy(name: str, dtype: np.dtype[Any]) -> DType:

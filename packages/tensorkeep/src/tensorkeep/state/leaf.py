@@ -77,17 +77,6 @@ def integer_dtype(itemsize: int) -> "torch.dtype | None":
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(itemsize)
 
 
-def as_integers(tensor: "torch.Tensor") -> "torch.Tensor":
-    """A view as integers, which is copied bit for bit in every layout, on every device; complex128 as it is."""
-    carrier = integer_dtype(tensor.element_size())
-    return tensor if carrier is None else tensor.view(carrier)
-
-
-def as_unsigned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A view that is copied bit for bit."""
-    return array.view(f"u{array.itemsize}") if array.itemsize <= 8 else array
-
-
 def gather_tensor(piece: "torch.Tensor", out: Bytes) -> None:
     import torch
 
@@ -245,11 +234,12 @@ class Leaf:
     def _pieces(self, start: int, stop: int, data: Bytes) -> Iterator[tuple[Array, Bytes]]:
         size = self.dtype.itemsize
         array = self.array
+        # Integers are copied bit for bit in every layout, on every device. A lazy tensor must be read as what it is, so
+        # that torch conjugates or negates it.
         if not self.is_torch:
-            array = as_unsigned(array)
+            array = array.view(f"u{size}") if size <= 8 else array
         elif not is_lazy(array):
-            # A lazy tensor must be read as what it is, so that torch conjugates or negates it.
-            array = as_integers(array)
+            array = array.view(integer_dtype(size) or array.dtype)
         # One dimension needs no recursion over rows.
         if self.is_torch and array.is_contiguous():
             array = array.reshape(-1)
