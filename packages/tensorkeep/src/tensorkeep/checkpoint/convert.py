@@ -120,13 +120,10 @@ def format_for(dst: PathLike, to: str | None = None) -> str:
 
 def _check_outside(src: PathLike, dst: PathLike) -> None:
     # Links are resolved: the destination may lie inside the source under another name.
-    if _resolved(src) in _resolved(dst).parents:
+    source, destination = (absolute(as_path(path), follow_links=True) for path in (src, dst))
+    if source in destination.parents:
         text = "the destination is inside the source, which is never changed"
         raise UsageError(text, path=dst, remedy="choose a path outside of the source")
-
-
-def _resolved(path: PathLike) -> Path:
-    return absolute(as_path(path), follow_links=True)
 
 
 def _selected(reader: Reader, select: str | Iterable[str] | None) -> Flat[Source]:

@@ -398,18 +398,16 @@ def _expect(cls: type[T], body: object) -> T:
     return body
 
 
-def _pair(body: object) -> tuple[Any, Any]:
+def _exactly(count: int, body: object) -> list[Any]:
     items = _expect(list, body)
-    if len(items) != 2:
-        raise ValueError(f"{brief(body)} is not a pair")
-    return items[0], items[1]
+    if len(items) != count:
+        raise ValueError(f"{brief(body)} does not have {count} items")
+    return items
 
 
-def _range(body: object) -> range:
-    numbers = [decode_int(node) for node in _expect(list, body)]
-    if len(numbers) != 3:
-        raise ValueError("a range needs three numbers")
-    return range(*numbers)
+def _pair(body: object) -> tuple[Any, Any]:
+    first, second = _exactly(2, body)
+    return first, second
 
 
 def _set(body: object) -> set[Any]:
@@ -417,13 +415,6 @@ def _set(body: object) -> set[Any]:
     if len(set(keys)) != len(keys):
         raise ValueError("an element is in one set twice")
     return set(keys)
-
-
-def _placeholder(body: object) -> Placeholder:
-    texts = [check_text(text) for text in _expect(list, body)]
-    if len(texts) != 3:
-        raise ValueError("a placeholder needs three texts")
-    return Placeholder(*texts)
 
 
 def _size(body: object) -> Any:
@@ -461,13 +452,13 @@ _DECODERS: dict[str, Callable[[SkeletonReader, Any, int], Any]] = {
     "complex": lambda reader, body, depth: complex(*map(decode_float, _pair(body))),
     "bytes": lambda reader, body, depth: decode_bytes(body),
     "bytearray": lambda reader, body, depth: bytearray(decode_bytes(body)),
-    "range": lambda reader, body, depth: _range(body),
+    "range": lambda reader, body, depth: range(*map(decode_int, _exactly(3, body))),
     "set": lambda reader, body, depth: _set(body),
     "frozenset": lambda reader, body, depth: frozenset(_set(body)),
     "size": lambda reader, body, depth: _size(body),
     "dtype": lambda reader, body, depth: _dtype(body),
     "device": lambda reader, body, depth: _device(body),
-    "placeholder": lambda reader, body, depth: _placeholder(body),
+    "placeholder": lambda reader, body, depth: Placeholder(*map(check_text, _exactly(3, body))),
     "enum": SkeletonReader._enum,
     "tuple": lambda reader, body, depth: tuple(reader.decode(_expect(list, body), depth)),
     "dict": SkeletonReader._dict,
