@@ -16,10 +16,9 @@ import torch
 
 from tensorkeep.cli.text import Table
 from tensorkeep.codecs import planes, probe
-from tensorkeep.codecs.base import Bytes
+from tensorkeep.codecs.base import Bytes, HashedInput
 from tensorkeep.codecs.coder import CompiledCoder, PythonCoder
 from tensorkeep.formats.base import BLOCK_BYTES
-from tensorkeep.formats.blockfile.write import HashedInput
 from tensorkeep.formats.checksummed_json import digest, new_hasher
 from tensorkeep.state.dtypes import BY_NAME, DType
 

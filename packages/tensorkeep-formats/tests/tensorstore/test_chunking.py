@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensorkeep.errors import UsageError
 from tensorkeep.storage.parallel import Cancelled
 from tensorkeep_formats.tensorstore import FORMAT
-from tensorkeep_formats.tensorstore.specs import chunk_shape, divide, divisors, halve
+from tensorkeep_formats.tensorstore.specs import chunk_shape, divisors
 from tensorkeep_formats.tensorstore.writer import ByteBudget
 
 shapes = st.lists(st.integers(1, 97), min_size=1, max_size=4)
@@ -64,8 +64,9 @@ def documented_divisors(write_shape: list[int], target_elements: int) -> list[in
 
 @given(shapes, st.integers(0, 20_000))
 def test_both_algorithms_are_the_documented_ones(shape: list[int], target: int) -> None:
-    assert list(halve(shape, target)) == documented_halving(shape, target)
-    assert list(divide(shape, target)) == documented_divisors(shape, target)
+    limit = f"{4 * target + 1}B"  # of elements of four bytes, also for a target of 0
+    assert list(chunk_shape(shape, 4, limit, "halving")) == documented_halving(shape, target)
+    assert list(chunk_shape(shape, 4, limit, "divisors")) == documented_divisors(shape, target)
     for length in shape:
         assert divisors(length) == [i for i in range(1, length + 1) if length % i == 0]
 
@@ -73,8 +74,9 @@ def test_both_algorithms_are_the_documented_ones(shape: list[int], target: int) 
 def test_each_kind_of_chunk_limit() -> None:
     shape = [32000, 3200]
     # The documented example; the documents do not mention that 1 MiB of float32 gives far smaller chunks.
-    assert halve(shape, 16_777_216) == divide(shape, 16_777_216) == (4000, 3200)
-    assert halve(shape, 262_144) == (500, 400)
+    for algorithm in ("halving", "divisors"):
+        assert chunk_shape(shape, 4, 16_777_216, algorithm) == (4000, 3200)
+    assert chunk_shape(shape, 4, 262_144, "halving") == (500, 400)
     assert chunk_shape(shape, 4, "64", "halving") == (64, 64)
     assert chunk_shape([3, 100], 4, "64", "halving") == (3, 64)
     assert chunk_shape(shape, 4, "64MiB", "halving") == (4000, 3200)
@@ -85,8 +87,8 @@ def test_each_kind_of_chunk_limit() -> None:
     assert chunk_shape([], 4, "1B", "halving") == ()
     # An empty array may have a dimension of any length; prime and square dimensions of a terabyte are divided fast.
     assert chunk_shape([0, 2**61 - 1], 4, 2**20, "divisors") == (1, 2**20 - 1)
-    assert divide([999_999_999_989], 1000) == (1,)
-    assert divide([1_000_003 * 1_000_003], 2_000_000) == (1_000_003,)
+    assert chunk_shape([999_999_999_989], 1, 1000, "divisors") == (1,)
+    assert chunk_shape([1_000_003 * 1_000_003], 1, 2_000_000, "divisors") == (1_000_003,)
     for wrong in (0, -1, True, "0", "", "many", 1.5):
         with pytest.raises(UsageError):
             FORMAT.parse_options({"chunk": wrong})

@@ -184,10 +184,10 @@ def test_databases_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         write_array(Path(name), np.arange(5), base=str(tmp_path / "db"))
     for limit, message in (("_MAX_ARRAYS", "more than 2 arrays"), ("_MAX_DEPTH", "more than 2 deep")):
         with monkeypatch.context() as patched:
-            patched.setattr(f"tensorkeep_formats.tensorstore.listing.{limit}", 2)
+            patched.setattr(f"tensorkeep_formats.tensorstore.reader.{limit}", 2)
             for read in (tensorkeep.load, tensorkeep.info):
                 with pytest.raises(UnsupportedError, match=message):
                     read(tmp_path / "db")
-    monkeypatch.setattr("tensorkeep_formats.tensorstore.listing.MAX_METADATA_BYTES", 50)
+    monkeypatch.setattr("tensorkeep_formats.tensorstore.library.MAX_METADATA_BYTES", 50)
     with pytest.raises(UnsupportedError, match="bytes of metadata"):
         tensorkeep.load(tmp_path / "db")

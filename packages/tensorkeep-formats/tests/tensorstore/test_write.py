@@ -22,7 +22,7 @@ from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.format_suite import noise
-from tensorkeep_formats.tensorstore import library, listing, writer, zarr_bfloat16
+from tensorkeep_formats.tensorstore import library, writer, zarr_bfloat16
 from tensorkeep_formats.tensorstore.specs import UNSUPPORTED_DTYPES, array_keys, is_key
 from tiers import exhaustive
 
@@ -158,7 +158,7 @@ def test_limits_and_syncing_reach_tensorstore(sync: bool, tmp_path: Path, monkey
 def test_sync_reports_folders_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "w" / "inner").mkdir(parents=True)
     forbid_listing(monkeypatch, "inner")
-    for call in (listing.sync_directories, lambda path: listing.list_tree(str(path), path)):
+    for call in (library.sync_directories, lambda path: library.list_tree(str(path), path)):
         with pytest.raises(StoreError, match="cannot list"):
             call(tmp_path)
 

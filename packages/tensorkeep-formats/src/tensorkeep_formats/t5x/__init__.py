@@ -26,6 +26,7 @@ from tensorkeep.ext.formats import (
     WriteSettings,
     decoding,
     items_of,
+    missing_as,
     sidecar,
 )
 from tensorkeep.ext.state import BY_NAME, DType, Flat, Source, allocate, flatten, of_numpy, state_leaves
@@ -40,19 +41,9 @@ from tensorkeep.ext.storage import (
     names_in,
     write_small,
 )
-from tensorkeep_formats.tensorstore.library import ArrayDirectory, tensorstore
-from tensorkeep_formats.tensorstore.listing import KnownArray, list_array, list_tree, sync_directories
-from tensorkeep_formats.tensorstore.reader import ArraysReader
-from tensorkeep_formats.tensorstore.specs import (
-    ArrayLayout,
-    Compressor,
-    StoredType,
-    T5XOptions,
-    TensorStoreOptions,
-    array_keys,
-    parse_compressor,
-    stored_type,
-)
+from tensorkeep_formats.tensorstore import specs
+from tensorkeep_formats.tensorstore.library import ArrayDirectory, list_tree, sync_directories, tensorstore
+from tensorkeep_formats.tensorstore.reader import ArraysReader, KnownArray
 from tensorkeep_formats.tensorstore.writer import ByteBudget, refuse_compression, write_arrays
 
 # The encoding is defined in ``flax/serialization.py``. Three extension types hold values of numpy: an array (msgpack of
@@ -65,15 +56,7 @@ MAX_ARRAY_BYTES = 2**30  # a larger array is split
 
 
 def encode(value: object) -> bytes:
-    """Return the msgpack of a tree of dicts, lists, plain values and numpy arrays.
-
-    Raises OverflowError if an integer has more than 64 bits.
-
-    Examples
-    --------
-    >>> decode(encode({"step": np.int32(3), "rate": 0.5}))
-    {'step': np.int32(3), 'rate': 0.5}
-    """
+    """Return the msgpack of a tree of dicts, lists, plain values and arrays; OverflowError beyond 64-bit integers."""
     return msgspec.msgpack.encode(value, enc_hook=_encode)
 
 
@@ -102,11 +85,7 @@ def _numbered(values: list[Any]) -> dict[str, Any]:
 
 
 def decode(content: bytes) -> Any:
-    """Decode the msgpack of `encode`; tuples become lists, split arrays remain dicts (see `join`).
-
-    Raises CorruptCheckpointError if it is not valid msgpack, or an array in it is malformed; UnsupportedError if it has
-    an unknown extension type or dtype.
-    """
+    """Decode the msgpack of `encode`; tuples become lists, split arrays remain dicts (see `join`)."""
     try:
         return msgspec.msgpack.decode(content, ext_hook=_decode)
     except TensorkeepError:
@@ -166,7 +145,7 @@ _PLACEHOLDER = "PLACEHOLDER://"
 Keys = tuple[str, ...]
 
 
-def spec_of(key: str, layout: ArrayLayout, compressor: dict[str, Any] | None) -> dict[str, Any]:
+def spec_of(key: str, layout: specs.ArrayLayout, compressor: dict[str, Any] | None) -> dict[str, Any]:
     return {
         # Readers use only the name of the array's directory: dtype, shape, chunks and compressor come from its
         # ``.zarray``.
@@ -200,13 +179,8 @@ def key_of(spec: dict[str, Any]) -> str:
 
 def read_tree(directory: Directory) -> dict[str, Any]:
     path = directory.path / FILE_NAME
-    try:
-        file = directory.open(FILE_NAME)
-    except NotACheckpointError as error:
-        raise NotACheckpointError(
-            "is not a T5X checkpoint: it holds no file 'checkpoint'", path=directory.path
-        ) from error
-    with file, decoding(path):
+    missing = NotACheckpointError("is not a T5X checkpoint: it holds no file 'checkpoint'", path=directory.path)
+    with missing_as(missing), directory.open(FILE_NAME) as file, decoding(path):
         if file.size > _MAX_BYTES:
             raise CorruptCheckpointError(f"{file.size:,} bytes of msgpack are too many")
         tree = decode(file.read(0, file.size))
@@ -364,7 +338,7 @@ def _read_own(contents: T5XCheckpoint, name: str, note: sidecar.SidecarTensor) -
         contents.inline[name] = InlineTensor(note.state_dtype, note.shape, _bytes_of(value))
         return
     stored = BY_NAME.get(str(value.get("dtype")))
-    types = None if stored is None else StoredType(note.state_dtype, stored)
+    types = None if stored is None else specs.StoredType(note.state_dtype, stored)
     if types is None or not types.is_valid:
         raise ValueError(f"a {note.dtype} is not stored as {value.get('dtype')!r}")
     contents.arrays[name] = _known_array(contents.directory, value, types, note.shape)
@@ -400,10 +374,13 @@ def _read_foreign(contents: T5XCheckpoint) -> None:
 
 
 def _known_array(
-    arrays: ArrayDirectory, spec: dict[str, Any], types: StoredType | None = None, shape: tuple[int, ...] | None = None
+    arrays: ArrayDirectory,
+    spec: dict[str, Any],
+    types: specs.StoredType | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> KnownArray:
     key = key_of(spec)
-    return KnownArray(key, _ZARR, sum(list_array(arrays, key).values()), types, shape)
+    return KnownArray(key, _ZARR, arrays.stored_bytes(key), types, shape)
 
 
 def _decode_value(value: Any) -> Any:
@@ -429,13 +406,13 @@ _RESERVED = frozenset(("driver", CHUNKED))
 def write(
     flat: Flat[Source], destination: Path, settings: WriteSettings, replaceable: Callable[[Path], bool]
 ) -> WriteResult:
-    options = settings.options_as(T5XOptions).as_arrays()
+    options = settings.options_as(specs.T5XOptions).as_arrays()
     refuse_compression(settings, destination, 'compressor="gzip:1"')
     tensorstore()
     # Single numbers and empty tensors are stored in the msgpack file.
     arrays = {name: leaf for name, leaf in flat.leaves.items() if leaf.shape and leaf.nbytes}
     # T5X names the directories of parameters so.
-    keys = dict(zip(arrays, array_keys([f"{_TARGET}.{name}" for name in arrays]).values(), strict=True))
+    keys = dict(zip(arrays, specs.array_keys([f"{_TARGET}.{name}" for name in arrays]).values(), strict=True))
     budget = ByteBudget(settings.pool.budget)
     meter = Meter(sum(leaf.nbytes for leaf in arrays.values()), settings.progress)
     with (
@@ -443,7 +420,7 @@ def write(
         LocalDirectory(commit.path) as open_directory,
     ):
         directory = ArrayDirectory(destination, f"{open_directory.stable_path}/")
-        written: dict[str, ArrayLayout] = {}
+        written: dict[str, specs.ArrayLayout] = {}
         # Two calls share one budget, so both stay within the limit.
         for sources, chosen in _by_width({keys[name]: leaf for name, leaf in arrays.items()}, options):
             written |= write_arrays(directory, sources, chosen, budget=budget, threads=settings.threads, meter=meter)
@@ -467,8 +444,8 @@ def write(
 
 
 def _by_width(
-    sources: Mapping[str, Source], options: TensorStoreOptions
-) -> list[tuple[dict[str, Source], TensorStoreOptions]]:
+    sources: Mapping[str, Source], options: specs.TensorStoreOptions
+) -> list[tuple[dict[str, Source], specs.TensorStoreOptions]]:
     # T5X stores parameters as float32 by default.
     # A conversion to float32 would truncate wider floats, so they keep their dtype.
     wide = {key: leaf for key, leaf in sources.items() if leaf.dtype.kind == "float" and leaf.dtype.itemsize > 4}
@@ -477,10 +454,13 @@ def _by_width(
 
 
 def _tree_leaves(
-    flat: Flat[Source], keys: Mapping[str, str], written: Mapping[str, ArrayLayout], options: TensorStoreOptions
+    flat: Flat[Source],
+    keys: Mapping[str, str],
+    written: Mapping[str, specs.ArrayLayout],
+    options: specs.TensorStoreOptions,
 ) -> dict[str, Any]:
-    parsed = parse_compressor(options.compressor, 2)
-    compressor = parsed.zarr2() if isinstance(parsed, Compressor) else None
+    parsed = specs.parse_compressor(options.compressor, 2)
+    compressor = parsed.zarr2() if isinstance(parsed, specs.Compressor) else None
     leaves = {
         name: spec_of(keys[name], written[keys[name]], compressor) if name in keys else _read(leaf)
         for name, leaf in flat.leaves.items()
@@ -493,7 +473,7 @@ def _tree_leaves(
 def _read(source: Source) -> npt.NDArray[Any]:
     data = np.empty(source.nbytes, np.uint8)
     source.read(0, source.nbytes, data)
-    return data.view(stored_type(source.dtype).stored.numpy).reshape(source.shape)
+    return data.view(specs.stored_type(source.dtype).stored.numpy).reshape(source.shape)
 
 
 def _build_target(flat: Flat[Source], leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Keys]]:
@@ -568,7 +548,7 @@ class T5XFormat(Format):
     """
 
     name: ClassVar[str] = "t5x"
-    options: ClassVar[type[FormatOptions]] = T5XOptions
+    options: ClassVar[type[FormatOptions]] = specs.T5XOptions
 
     def recognises(self, path: Path) -> bool:
         start = first_bytes(path / FILE_NAME, 64)
@@ -582,12 +562,10 @@ class T5XFormat(Format):
 
     def _is_replaceable(self, path: Path) -> bool:
         return self.recognises(path) and all(
-            name in (FILE_NAME, sidecar.FILE_NAME) or _is_array(path / name) for name in names_in(path)
+            stat.S_ISDIR(file_mode(path / name, follow_links=False)) and first_bytes(path / name / ".zarray", 1) == b"{"
+            for name in names_in(path)
+            if name not in (FILE_NAME, sidecar.FILE_NAME)
         )
-
-
-def _is_array(path: Path) -> bool:
-    return stat.S_ISDIR(file_mode(path, follow_links=False)) and first_bytes(path / ".zarray", 1) == b"{"
 
 
 FORMAT = T5XFormat()

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from tensorkeep.ext.formats import Format, FormatOptions, OpenSettings, Reader, WriteResult, WriteSettings
 from tensorkeep.ext.state import Flat, Source
-from tensorkeep_formats.tensorstore import listing
+from tensorkeep_formats.tensorstore.reader import TensorStoreReader, recognises
 from tensorkeep_formats.tensorstore.specs import TensorStoreOptions
 
 __all__ = ["FORMAT", "TensorStoreFormat"]
@@ -22,11 +22,9 @@ class TensorStoreFormat(Format):
     suffixes: ClassVar[tuple[str, ...]] = (".zarr",)
 
     def recognises(self, path: Path) -> bool:
-        return listing.recognises(path)
+        return recognises(path)
 
     def open(self, path: Path, settings: OpenSettings) -> Reader:
-        from tensorkeep_formats.tensorstore.reader import TensorStoreReader
-
         return TensorStoreReader(path, settings)
 
     def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:

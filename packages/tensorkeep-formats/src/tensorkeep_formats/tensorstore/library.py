@@ -2,10 +2,12 @@
 
 import os
 import re
-from bisect import bisect_left
+import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -19,27 +21,18 @@ from tensorkeep.errors import (
 )
 from tensorkeep.ext import StorePath, as_path, endpoint
 from tensorkeep.ext.formats import check_not_pointer
-from tensorkeep.ext.storage import Directory, raise_alone, store_error, store_requests
+from tensorkeep.ext.storage import (
+    Directory,
+    file_mode,
+    raise_alone,
+    store_error,
+    store_errors,
+    store_requests,
+    sync_directory,
+)
 
-# The first character after the slash: the sorted names below a folder end before it.
-_AFTER_SLASH = chr(ord("/") + 1)
-
-
-class Listing:
-    """The objects below a prefix by relative name; empty for a web server, which lists none."""
-
-    def __init__(self, url: StorePath) -> None:
-        found = store_requests.objects(url) if url.has_listing else []
-        start = len(url.key) + 1 if url.key else 0
-        self.sizes = {status.key[start:]: status.size for status in sorted(found)}
-        self._names = list(self.sizes)
-
-    def below(self, key: str) -> dict[str, int]:
-        if not key:
-            return dict(self.sizes)
-        # Sorted names: an array of a large store is found without a look at all objects.
-        first, last = (bisect_left(self._names, key + end) for end in ("/", _AFTER_SLASH))
-        return {name: self.sizes[name] for name in self._names[first:last]}
+MAX_METADATA_BYTES = 16 * 1024**2
+METADATA_FILE = {2: ".zarray", 3: "zarr.json"}
 
 
 def kvstore_spec(url: StorePath, prefix: str) -> dict[str, Any]:
@@ -60,18 +53,16 @@ def kvstore_spec(url: StorePath, prefix: str) -> dict[str, Any]:
 
 
 def _settings_of_s3() -> dict[str, Any]:
-    server = endpoint()
+    server, credentials = endpoint(), None
     # Without a region, TensorStore asks the server for the region of the bucket. Only Amazon's servers answer.
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or ("us-east-1" if server else None)
-    given: dict[str, Any] = {"endpoint": server, "aws_region": region, "aws_credentials": _credentials_of_s3()}
-    return {name: value for name, value in given.items() if value}
-
-
-def _credentials_of_s3() -> dict[str, str] | None:
     if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):
-        return {"type": "anonymous"}
+        credentials = {"type": "anonymous"}
     # Its own search prints complaints about missing settings files on stderr.
-    return {"type": "environment"} if os.environ.get("AWS_ACCESS_KEY_ID") else None
+    elif os.environ.get("AWS_ACCESS_KEY_ID"):
+        credentials = {"type": "environment"}
+    given: dict[str, Any] = {"endpoint": server, "aws_region": region, "aws_credentials": credentials}
+    return {name: value for name, value in given.items() if value}
 
 
 def retries() -> dict[str, Any]:
@@ -126,11 +117,7 @@ def context(
     cache_bytes: int = 0,
     in_store: bool = False,
 ) -> Any:
-    """Return a new context, which shares no cache with other contexts.
-
-    ``concurrency`` limits file operations, ``copy_concurrency`` encoding and decoding, ``cache_bytes`` the cache of
-    decoded chunks. ``sync`` makes written files durable; ``in_store`` limits retries.
-    """
+    """Return a new context, which shares no cache with other contexts; ``in_store`` limits retries."""
     limits: dict[str, Any] = {"cache_pool": {"total_bytes_limit": cache_bytes}, "file_io_sync": sync}
     if in_store:
         limits |= retries()
@@ -141,22 +128,55 @@ def context(
     return tensorstore().Context(limits)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ArrayDirectory:
     """A directory or an OCDBT database of arrays, each under a key; ``path`` is the user's path, for errors."""
 
     path: Path
-    # What TensorStore opens, with a slash at the end; empty in an object store, which has a listing instead.
+    # What TensorStore opens, with a slash at the end; empty in an object store.
     root: str
     kvstore: KvStore = "file"
-    listing: Listing | None = None
 
     @classmethod
     def of(cls, directory: Directory, kvstore: KvStore = "file") -> Self:
-        if isinstance(directory.path, StorePath):
-            return cls(directory.path, "", kvstore, Listing(directory.path))
         # By descriptor: it remains the same directory if the checkpoint is replaced.
-        return cls(directory.path, f"{directory.stable_path}/", kvstore)
+        root = "" if isinstance(directory.path, StorePath) else f"{directory.stable_path}/"
+        return cls(directory.path, root, kvstore)
+
+    @cached_property
+    def _listed(self) -> tuple[dict[str, int], list[str]]:
+        files: dict[str, int] = {}
+        broken: list[str] = []
+        if not isinstance(self.path, StorePath):
+            files, _, broken = list_tree(self.root, self.path)
+        elif self.path.has_listing:
+            start = len(self.path.key) + 1 if self.path.key else 0
+            files = {status.key[start:]: status.size for status in store_requests.objects(self.path)}
+        for name, size in files.items():
+            if name.rpartition("/")[2] in METADATA_FILE.values():
+                check_metadata_size(size, self.path / name)
+        return dict(sorted(files.items())), broken
+
+    @cached_property
+    def _sizes(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for name, size in self.files.items():
+            while name:
+                name = name.rpartition("/")[0]
+                found[name] += size
+        return found
+
+    @property
+    def files(self) -> dict[str, int]:
+        """The sizes of all files below, by relative name; empty for a web server, which lists none."""
+        return self._listed[0]
+
+    def stored_bytes(self, key: str) -> int:
+        """Return the bytes of all files of an array, 0 if it is missing; UnsupportedError if one is a broken link."""
+        for name in self._listed[1]:
+            if not key or name.startswith(f"{key}/"):
+                raise _link_error(self.path / name)
+        return self._sizes[key]
 
     def spec(self, key: str = "") -> dict[str, Any]:
         prefix = f"{key}/" if key else ""
@@ -171,7 +191,7 @@ class ArrayDirectory:
 
     @property
     def in_store(self) -> bool:
-        return self.listing is not None
+        return isinstance(self.path, StorePath)
 
     def open_store(self, *, sync: bool = True) -> Any:
         return self.wait(tensorstore().KvStore.open(self.spec(), context=context(sync=sync, in_store=self.in_store)))
@@ -246,3 +266,59 @@ def _error_number(text: str) -> int | None:
     # The number of the operating system distinguishes a full or failing disk from damage.
     found = re.search(r"\[os_error_code='(\d+)'\]", text) or re.search(r"OS error (\d+)", text)
     return int(found[1]) if found else None
+
+
+def list_tree(top: str, shown: Path) -> tuple[dict[str, int], list[str], list[str]]:
+    """Return what is below a directory, parents first: sizes of files, folders with a slash, links to nothing."""
+    files: dict[str, int] = {}
+    folders, broken = [""], []
+    for inside in folders:  # grows during the loop
+        path = shown / inside
+        with store_errors(path, "list the directory"), os.scandir(f"{top}/{inside}") as scanned:
+            # The order of `scandir` differs among file systems; the order of the state must not.
+            entries = sorted(scanned, key=lambda entry: entry.name)
+        for entry in entries:
+            # An array may have tens of thousands of chunks: a path is made for errors only.
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(f"{inside}{entry.name}/")
+            elif entry.is_file(follow_symlinks=False) or stat.S_ISREG(_linked_mode(entry)):
+                with store_errors(path, f"read the size of {entry.name}"):
+                    size = entry.stat().st_size
+                files[inside + entry.name] = size
+            # Links to files are followed, because the cache of Hugging Face consists of links. Links to folders and
+            # unreadable folders are refused: a skipped folder would mean missing arrays or chunks.
+            elif entry.is_symlink():
+                if _linked_mode(entry):
+                    raise _link_error(path / entry.name)
+                files[inside + entry.name] = 0
+                broken.append(inside + entry.name)
+            else:
+                raise UnsupportedError("is neither a file nor a folder", path=path / entry.name, remedy="remove it")
+    return files, folders, broken
+
+
+def sync_directories(path: Path) -> None:
+    """Make all names in and below a directory durable; StoreError if that fails."""
+    # Children first, so that no durable name leads to a folder without its own names.
+    for folder in reversed(list_tree(str(path), path)[1]):
+        with store_errors(path / folder, "make the directories durable"):
+            sync_directory(path / folder)
+
+
+def _linked_mode(entry: os.DirEntry[str]) -> int:
+    # 0 for other entries, and for links to nothing or to themselves.
+    return file_mode(Path(entry.path)) if entry.is_symlink() else 0
+
+
+def check_metadata_size(size: int, shown: Path) -> None:
+    if size > MAX_METADATA_BYTES:
+        limit = f"more than the {MAX_METADATA_BYTES:,} that are read"
+        raise UnsupportedError(f"has {size:,} bytes of metadata, {limit}", path=shown)
+
+
+def _link_error(shown: Path) -> UnsupportedError:
+    return UnsupportedError(
+        "is a symbolic link to a folder or to nothing, which is not followed",
+        path=shown,
+        remedy="copy the checkpoint with what its links point to: cp -rL FOLDER COPY",
+    )

@@ -1,6 +1,8 @@
-"""Reads directories of TensorStore arrays, written by Tensorkeep or by other programs."""
+"""Finds and reads the TensorStore arrays of a directory, a database or an object store, whoever wrote them."""
 
+import json
 import re
+import stat
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tensorkeep.errors import CorruptCheckpointError, StoreError, UnsupportedError
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, StoreError, UnsupportedError
 from tensorkeep.ext import machine
 from tensorkeep.ext.formats import (
     BLOCK_BYTES,
@@ -24,20 +26,162 @@ from tensorkeep.ext.formats import (
     sidecar,
 )
 from tensorkeep.ext.state import BY_NAME, DEFAULT_PART, Flat
-from tensorkeep.ext.storage import Bytes, Directory, names_in, read_directory
-from tensorkeep_formats.tensorstore.library import ArrayDirectory, KvStore, context, tensorstore
-from tensorkeep_formats.tensorstore.listing import KnownArray, find_arrays, has_mark, is_database, list_array
-from tensorkeep_formats.tensorstore.specs import (
-    MAX_DIMENSIONS,
+from tensorkeep.ext.storage import Bytes, Directory, file_mode, first_bytes, folders_in, names_in, read_directory
+from tensorkeep_formats.tensorstore import specs
+from tensorkeep_formats.tensorstore.library import (
+    MAX_METADATA_BYTES,
     METADATA_FILE,
-    Shape,
-    StoredType,
-    checksum_of,
-    codec_of,
-    is_key,
-    open_spec,
-    stored_type,
+    ArrayDirectory,
+    KvStore,
+    check_metadata_size,
+    context,
+    tensorstore,
 )
+
+# Files of Orbax's items and steps, and of T5X: these directories belong to other formats.
+_OTHER_FORMATS = frozenset(("_METADATA", "_CHECKPOINT_METADATA", "checkpoint"))
+_MANIFEST = "manifest.ocdbt"
+_MANIFEST_START = bytes.fromhex("0cdb3a2a")
+_ZARR3 = METADATA_FILE[3]
+_MAX_ARRAYS = 200_000
+_MAX_DEPTH = 64
+_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class KnownArray:
+    """What is known of an array before it is opened; with a sidecar, it must have ``types`` and ``shape``."""
+
+    key: str
+    zarr: int
+    stored_bytes: int
+    types: specs.StoredType | None = None
+    shape: specs.Shape | None = None
+
+
+def recognises(path: Path) -> bool:
+    if not stat.S_ISDIR(file_mode(path)):
+        return False
+    if sidecar.lies_in(path, "tensorstore"):
+        return True
+    if not _OTHER_FORMATS.isdisjoint(names_in(path)):
+        return False
+    if is_database(path) or _is_node(path):
+        return True
+    folders = [path / name for name in folders_in(path) if not name.startswith(".")]
+    return bool(folders) and all(not sidecar.lies_in(folder, "tensorstore") and _is_node(folder) for folder in folders)
+
+
+def is_database(path: Path) -> bool:
+    return first_bytes(path / _MANIFEST, 4) == _MANIFEST_START
+
+
+def _is_node(path: Path) -> bool:
+    if any(first_bytes(path / name, 1) == b"{" for name in (METADATA_FILE[2], ".zgroup")):
+        return True
+    content = _zarr3_content(path)
+    # Opening the array reports metadata that is too large.
+    return content is not None and (len(content) > MAX_METADATA_BYTES or _node_type(content) in ("array", "group"))
+
+
+def _zarr3_content(path: Path) -> bytes | None:
+    start = first_bytes(path / _ZARR3, 65536)
+    # Most metadata is small: one short read, and a second only for a long file.
+    return start if start is None or len(start) < 65536 else first_bytes(path / _ZARR3, MAX_METADATA_BYTES + 1)
+
+
+def _node_type(content: bytes) -> str | None:
+    """Return ``"array"`` or ``"group"`` from zarr v3 metadata; None if it is malformed."""
+    try:
+        # msgspec would refuse NaN, which zarr-python writes into attributes.
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    kind = found.get("node_type") if isinstance(found, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def has_mark(directory: ArrayDirectory) -> bool:
+    names, mark = (".zattrs", _ZARR3), specs.MARK.encode()
+    if directory.kvstore == "file":
+        root = directory.path if directory.in_store else Path(directory.root)
+        return any(mark in (first_bytes(root / name, 4096) or b"") for name in names)
+    with directory.reading():
+        store = directory.open_store()
+        return any(mark in directory.wait(store.read(name)).value for name in names)
+
+
+def find_arrays(directory: ArrayDirectory) -> list[KnownArray]:
+    """Return all arrays, at least one; the key of the directory itself is empty."""
+    _check_is_whole(directory.path)
+    # Also for a database: refuses links to folders and metadata that is too large.
+    listed = list(directory.files)
+    with directory.reading():
+        store = directory.open_store()
+        if directory.kvstore == "ocdbt":
+            listed = [key.decode(errors="surrogateescape") for key in sorted(directory.wait(store.list()))]
+    found: dict[str, int] = {}
+    for text in listed or _listed_by_web_server(directory):
+        folder, _, name = text.rpartition("/")
+        version = next((version for version, file in METADATA_FILE.items() if file == name), None)
+        if version is not None:
+            # An array with both metadata files counts as zarr v2.
+            found[folder] = min(version, found.get(folder, version))
+            if len(found) > _MAX_ARRAYS:
+                raise UnsupportedError(f"holds more than {_MAX_ARRAYS:,} arrays", path=directory.path)
+            if folder.count("/") >= _MAX_DEPTH:
+                raise UnsupportedError(f"its folders are nested more than {_MAX_DEPTH} deep", path=directory.path)
+    groups = _groups(directory, store, [key for key, version in found.items() if version == 3])
+    # A database mixes all arrays in its files.
+    arrays = [
+        KnownArray(key, version, directory.stored_bytes(key) if directory.kvstore == "file" else 0)
+        for key, version in found.items()
+        if key not in groups
+    ]
+    if not arrays:
+        raise NotACheckpointError("holds no array of TensorStore", path=directory.path)
+    return arrays
+
+
+def _check_is_whole(path: Path) -> None:
+    # The part of one process is a database as well. Its arrays look full: chunks that other processes wrote read as the
+    # fill value.
+    if re.fullmatch(r"ocdbt\.process_\d+", path.name):
+        whole = path.parent if path.parent.name else path.absolute().parent
+        raise UnsupportedError(
+            "is one process's part of a database", path=path, remedy=f"give the path of the whole: {whole}"
+        )
+    if ".orbax-checkpoint-tmp" in path.name:
+        raise UnsupportedError(
+            "is a save of Orbax that was not finished", path=path, remedy="take another step, or save it again"
+        )
+
+
+def _listed_by_web_server(directory: ArrayDirectory) -> list[str]:
+    # A web server does not list the arrays of a group: only an array at the URL itself can be read.
+    names = [name for name in METADATA_FILE.values() if first_bytes(directory.path / name, 1) is not None]
+    if names == [_ZARR3] and _node_type(_zarr3_content(directory.path) or b"") == "group":
+        raise UnsupportedError(
+            "is a group of arrays, which a web server does not list", path=directory.path, remedy="give one array's URL"
+        )
+    return names
+
+
+def _groups(directory: ArrayDirectory, store: Any, keys: list[str]) -> set[str]:
+    # The metadata of a zarr v3 group may contain the metadata of its arrays.
+    groups = set()
+    for start in range(0, len(keys), _BATCH):
+        batch = keys[start : start + _BATCH]
+        with directory.reading():
+            # In batches: requests of many keys run at the same time, with bounded memory.
+            futures = {key: store.read(f"{key}/{_ZARR3}".lstrip("/")) for key in batch}
+            contents = {key: directory.wait(future).value for key, future in futures.items()}
+        for key, content in contents.items():
+            check_metadata_size(len(content), directory.path / key / _ZARR3)
+            if _node_type(content) == "group":
+                groups.add(key)
+    return groups
+
 
 _THREADS = 4
 _LARGE_CHUNK = 256 * 1024**2
@@ -47,9 +191,9 @@ _OMIT = 'leave out what cannot be read with select="*", or read it with zarr'
 @dataclass(frozen=True, slots=True)
 class OpenArray:
     store: Any
-    types: StoredType
-    shape: Shape
-    chunk: Shape
+    types: specs.StoredType
+    shape: specs.Shape
+    chunk: specs.Shape
     metadata: dict[str, Any]
     directory: ArrayDirectory
 
@@ -113,10 +257,7 @@ class ArraysReader(Reader):
         fill_missing: bool,
         unread: dict[str, UnsupportedError] | None = None,
     ) -> dict[str, StoredLeaf]:
-        """Open arrays and return their tensors; ``unread`` receives the errors of unsupported arrays.
-
-        Raises the errors of `check_array`, and TensorStore's errors if an array cannot be opened.
-        """
+        """Open arrays and return their tensors; ``unread`` receives the errors of unsupported arrays."""
         self._open_directory = open_directory
         self._directory = directory
         in_store = directory.in_store
@@ -128,12 +269,12 @@ class ArraysReader(Reader):
             cache = min(max(self._arrays[name].cache_bytes for name in large), machine.memory_limit() // 4)
             cached = context(cache_bytes=cache, in_store=in_store)
             self._arrays |= _open_all(directory, large, cached, None, fill_missing=fill_missing)
-        checksums = {checksum_of(array.metadata) for array in self._arrays.values()}
+        checksums = {specs.checksum_of(array.metadata) for array in self._arrays.values()}
         self.verifiable = checksums.pop() if len(checksums) == 1 else None
         return {name: self._leaf(name, known[name], array) for name, array in self._arrays.items()}
 
     def _leaf(self, name: str, known: KnownArray, array: OpenArray) -> StoredLeaf:
-        codec, file = codec_of(array.metadata), known.key or "."
+        codec, file = specs.codec_of(array.metadata), known.key or "."
         return StoredLeaf(self, name, array.types.dtype, array.shape, known.stored_bytes, file, codec)
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
@@ -186,7 +327,7 @@ def _open_all(
 
 
 def start_open(directory: ArrayDirectory, known: KnownArray, context: Any, *, fill_missing: bool) -> Any:
-    spec = open_spec(directory, known.key, known.zarr, fill_missing=fill_missing)
+    spec = specs.open_spec(directory, known.key, known.zarr, fill_missing=fill_missing)
     return tensorstore().open(spec, open=True, read=True, write=False, context=context)
 
 
@@ -196,7 +337,7 @@ def check_array(name: str, known: KnownArray, store: Any, directory: ArrayDirect
     if dtype is None:
         raise UnsupportedError(f"holds elements of {store.dtype.name}, which are not numbers", path=path, name=name)
     shape = tuple(int(length) for length in store.shape)
-    types = known.types or stored_type(dtype)
+    types = known.types or specs.stored_type(dtype)
     if types.stored is not dtype or shape != (known.shape if known.shape is not None else shape):
         raise CorruptCheckpointError(
             f"the array is {dtype} of shape {list(shape)}, which differs from what was saved", path=path, name=name
@@ -229,12 +370,9 @@ class TensorStoreReader(ArraysReader):
     format = "tensorstore"
 
     def _open(self, directory: Directory) -> None:
-        if sidecar.lies_in(directory.stable_path, self.format):
-            self._open_own(directory)
-        else:
+        if not sidecar.lies_in(directory.stable_path, self.format):
             self._open_foreign(directory)
-
-    def _open_own(self, directory: Directory) -> None:
+            return
         notes, arrays, known = read_own(directory)
         leaves = self._open_arrays(directory, arrays, known, fill_missing=False)
         self._set_state(notes.flat(leaves), self.path / sidecar.FILE_NAME, notes.leaf_specs)
@@ -271,15 +409,14 @@ def read_own(directory: Directory) -> tuple[TensorStoreSidecar, ArrayDirectory, 
     if len({key.casefold() for key in keys.values()}) != len(keys):
         raise CorruptCheckpointError("two tensors have the same array", path=source)
     if notes.kvstore == "ocdbt":
-        # Refuses links to folders and metadata that is too large.
-        list_array(arrays, "")
+        _ = arrays.files  # refuses links to folders and metadata that is too large
     known = {}
     for name, note in notes.tensors.items():
-        types, key, rank = StoredType(note.state_dtype, note.file_dtype), keys[name], len(note.shape)
-        if not types.is_valid or not is_key(key) or rank > MAX_DIMENSIONS:
+        types, key, rank = specs.StoredType(note.state_dtype, note.file_dtype), keys[name], len(note.shape)
+        if not types.is_valid or not specs.is_key(key) or rank > specs.MAX_DIMENSIONS:
             text = f"an array {key!r} of {note.stored_dtype or note.dtype} and {rank} dimensions is impossible"
             raise CorruptCheckpointError(text, path=source, name=name)
-        size = sum(list_array(arrays, key).values()) if notes.kvstore == "file" else note.stored_bytes
+        size = arrays.stored_bytes(key) if notes.kvstore == "file" else note.stored_bytes
         known[name] = KnownArray(key, notes.zarr, size, types, note.shape)
     if keys:
         _check_metadata(notes, arrays, keys)

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isqrt, prod
@@ -25,20 +25,13 @@ Algorithm = Literal["halving", "divisors"]
 
 
 def chunk_shape(shape: Sequence[int], itemsize: int, chunk: int | str | None, algorithm: Algorithm) -> Shape:
-    """Return the shape of an array's chunks; no length is below 1, nor above the array's unless the array is empty.
+    """Return the shape of an array's chunks, which has no length of 0; see `ArrayOptions`.
 
-    ``chunk`` is a number of elements or bytes that the algorithm observes as a limit, a length along each dimension, or
-    None for one chunk; see `ArrayOptions`. ``halving`` need not divide the array, so chunks at the edges are padded.
-    ``divisors``, as in T5X, never pads, but a dimension of prime length goes from full to 1 in one step.
+    ``halving`` need not divide the array, so chunks at the edges are padded. ``divisors``, as in T5X, never pads, but a
+    dimension of prime length goes from full to 1 in one step.
 
-    Raises UsageError for any other ``chunk``.
-
-    Examples
-    --------
-    >>> chunk_shape((32000, 3200), 4, "64MiB", "halving")
-    (4000, 3200)
-    >>> chunk_shape((32000, 3), 4, "64", "halving")
-    (64, 3)
+    >>> chunk_shape((32000, 3200), 4, "64MiB", "halving"), chunk_shape((32000, 3), 4, "64", "halving")
+    ((4000, 3200), (64, 3))
     """
     # A chunk has no length 0, not even in an empty array.
     full = tuple(max(1, length) for length in shape)
@@ -55,40 +48,21 @@ def chunk_shape(shape: Sequence[int], itemsize: int, chunk: int | str | None, al
             f"the option chunk is {chunk!r}",
             remedy='give a number of elements (262144), a size ("64MiB"), a length for each dimension ("64"), or None',
         )
+    limit = max(1, limit if isinstance(chunk, int) else limit // itemsize)
     # Divisors are found by trial division, and an empty array may have a dimension of any length.
-    shrink = divide if algorithm == "divisors" and 0 not in shape else halve
-    return shrink(full, limit if isinstance(chunk, int) else limit // itemsize)
-
-
-def halve(shape: Sequence[int], max_elements: int) -> Shape:
-    """Return a chunk of at most ``max_elements``, but at least 1, by halving the largest dimension repeatedly."""
-    return _shrink(shape, max_elements, lambda length, _: length // 2)
-
-
-def divide(shape: Sequence[int], max_elements: int) -> Shape:
-    """Return a chunk of at most ``max_elements``, but at least 1, with lengths that divide the lengths of the array."""
-    return _shrink(
-        shape, max_elements, lambda length, axis: max(each for each in divisors(shape[axis]) if each < length)
-    )
-
-
-def _shrink(shape: Sequence[int], max_elements: int, smaller: Callable[[int, int], int]) -> Shape:
-    chunk = list(shape)
-    while chunk and prod(chunk) > max(1, max_elements) and max(chunk) > 1:
-        axis = chunk.index(max(chunk))
-        chunk[axis] = smaller(chunk[axis], axis)
-    return tuple(chunk)
+    to_divisor = algorithm == "divisors" and 0 not in shape
+    lengths = list(full)
+    while prod(lengths) > limit and max(lengths) > 1:
+        longest = max(lengths)
+        axis = lengths.index(longest)
+        smaller = max(each for each in divisors(full[axis]) if each < longest) if to_divisor else longest // 2
+        lengths[axis] = smaller
+    return tuple(lengths)
 
 
 @lru_cache(maxsize=256)
 def divisors(number: int) -> list[int]:
-    """Return every divisor of a positive number, ascending.
-
-    Examples
-    --------
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
+    """Return every divisor of a positive number, ascending."""
     small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
 
@@ -129,15 +103,7 @@ class Compressor:
 
 
 def parse_compressor(compressor: str | None, zarr: int) -> Compressor | str | None:
-    """Return the meaning of the option ``compressor``: a `Compressor`, `AS_DOCUMENTED`, or None for raw chunks.
-
-    Raises UsageError if this version of zarr has no such compressor or level.
-
-    Examples
-    --------
-    >>> parse_compressor("zstd:1", 3)
-    Compressor(name='zstd', level=1)
-    """
+    """Return the meaning of the option ``compressor``: a `Compressor`, `AS_DOCUMENTED`, or None for raw chunks."""
     if compressor is None or compressor == "none":
         return None
     known = ", ".join(["None", *([AS_DOCUMENTED] if zarr == 2 else []), *KNOWN[zarr]])
@@ -145,8 +111,7 @@ def parse_compressor(compressor: str | None, zarr: int) -> Compressor | str | No
         if zarr == 2:
             return AS_DOCUMENTED
         raise UsageError(
-            f"compressor={AS_DOCUMENTED!r} exists for zarr v2 only",
-            remedy=f"give zarr=2, or choose one of: {known}",
+            f"compressor={AS_DOCUMENTED!r} exists for zarr v2 only", remedy=f"give zarr=2, or choose one of: {known}"
         )
     # "zstd:1" is a name and a level.
     name, colon, level = compressor.partition(":")
@@ -256,17 +221,6 @@ class TensorStoreOptions(ArrayOptions, frozen=True):
         Bytes of a shard, one file of many chunks (zarr 3 only); None for a file per chunk.
     kvstore : str
         ``"file"``: a directory of files for each array. ``"ocdbt"``: one database for all arrays.
-
-    Raises
-    ------
-    UsageError
-        If a value is malformed, or zarr 2 does not support it.
-
-    Examples
-    --------
-    >>> options = TensorStoreOptions(compressor="zstd:1", chunk="4MiB")
-    >>> options.zarr, options.has_checksum, options.shard_limit
-    (3, True, None)
     """
 
     zarr: Literal[2, 3] = 3
@@ -300,11 +254,6 @@ class T5XOptions(ArrayOptions, frozen=True):
     """Options of ``tensorkeep.save(..., format="t5x")``; the defaults are T5X's.
 
     ``dtype="float32"`` converts only narrower floats, so no value is lost, but the bits of a NaN may change.
-
-    Examples
-    --------
-    >>> T5XOptions(dtype="keep").chunking
-    'divisors'
     """
 
     chunk: int | str | None = "64MiB"
@@ -320,7 +269,6 @@ class T5XOptions(ArrayOptions, frozen=True):
         return TensorStoreOptions(zarr=2, **msgspec.structs.asdict(self))
 
 
-METADATA_FILE = {2: ".zarray", 3: "zarr.json"}
 _DRIVER = {2: "zarr", 3: "zarr3"}
 _MAX_KEY = 200
 MAX_DIMENSIONS = 32  # TensorStore's limit
@@ -345,22 +293,19 @@ def is_key(key: str) -> bool:
 
 
 def array_keys(names: Iterable[str]) -> dict[str, str]:
-    """Return the keys of tensors: their names, with all but plain characters percent-encoded.
+    """Return the keys of tensors: their names, percent-encoded, unique on file systems that ignore case.
 
-    A key has at most 200 characters, and is unique on file systems that ignore case.
-
-    Examples
-    --------
     >>> array_keys(["layer.0.w", "a/b"])
     {'layer.0.w': 'layer.0.w', 'a/b': 'a%2Fb'}
     """
     keys = {name: _encode(name) for name in names}
     # Keys that differ only in case are one file on some file systems.
     counts = Counter(key.lower() for key in keys.values())
-    return {
-        name: key if counts[key.lower()] == 1 and len(key) <= _MAX_KEY else _add_digest(key, name)
-        for name, key in keys.items()
-    }
+    for name, key in keys.items():
+        if counts[key.lower()] > 1 or len(key) > _MAX_KEY:
+            # A dash and 16 digits of the digest. A cut percent sign would not decode.
+            keys[name] = f"{key[: _MAX_KEY - 17].rstrip('%')}-{checksummed_json.digest(name.encode())}"
+    return keys
 
 
 def _encode(name: str) -> str:
@@ -369,11 +314,6 @@ def _encode(name: str) -> str:
         # A key must be neither hidden nor the name of one of zarr's own files.
         return f"%{ord(key[0]):02X}{key[1:]}" if key else "%"
     return key
-
-
-def _add_digest(key: str, name: str) -> str:
-    # A dash and 16 digits of the digest. A cut percent sign would not decode.
-    return f"{key[: _MAX_KEY - 17].rstrip('%')}-{checksummed_json.digest(name.encode())}"
 
 
 @dataclass(frozen=True, slots=True)

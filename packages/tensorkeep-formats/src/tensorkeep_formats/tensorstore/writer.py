@@ -37,20 +37,15 @@ from tensorkeep.ext.storage import (
     store_errors,
     write_small,
 )
-from tensorkeep_formats.tensorstore import library
-from tensorkeep_formats.tensorstore.library import ArrayDirectory, tensorstore
-from tensorkeep_formats.tensorstore.listing import list_tree, sync_directories
-from tensorkeep_formats.tensorstore.reader import TensorStoreSidecar
-from tensorkeep_formats.tensorstore.specs import (
-    GROUP_FILES,
-    MAX_DIMENSIONS,
+from tensorkeep_formats.tensorstore import library, specs
+from tensorkeep_formats.tensorstore.library import (
     METADATA_FILE,
-    ArrayLayout,
-    TensorStoreOptions,
-    array_keys,
-    create_spec,
-    layout_of,
+    ArrayDirectory,
+    list_tree,
+    sync_directories,
+    tensorstore,
 )
+from tensorkeep_formats.tensorstore.reader import TensorStoreSidecar
 
 # A region takes at most a quarter of the budget, unless a chunk is larger, so that several are in flight.
 _REGIONS = 4
@@ -108,22 +103,21 @@ class ByteBudget:
 def write_arrays(
     directory: ArrayDirectory,
     arrays: Mapping[str, Source],
-    options: TensorStoreOptions,
+    options: specs.TensorStoreOptions,
     *,
     budget: ByteBudget,
     threads: int,
     meter: parallel.Meter,
-) -> dict[str, ArrayLayout]:
+) -> dict[str, specs.ArrayLayout]:
     """Write each source as a new array under its key, and return how the arrays are stored.
 
-    With the option ``sync``, the files are durable on return, but not the names of new directories (see
-    `sync_directories`). The state must not change during the call. Raises UnsupportedLeafError, before anything is
-    written, if an array has more than 32 dimensions; StoreError if the disk fails.
+    With ``sync``, the files are durable on return, but not the names of new directories (see `sync_directories`). The
+    state must not change during the call.
     """
     for source in arrays.values():
-        if len(source.shape) > MAX_DIMENSIONS:
+        if len(source.shape) > specs.MAX_DIMENSIONS:
             raise UnsupportedLeafError(
-                f"a TensorStore array has at most {MAX_DIMENSIONS} dimensions, this tensor has {len(source.shape)}",
+                f"this tensor has {len(source.shape)} dimensions, a TensorStore array at most {specs.MAX_DIMENSIONS}",
                 name=source.name,
                 remedy="reshape it",
             )
@@ -152,11 +146,11 @@ def write_arrays(
 
 
 class _Job:
-    def __init__(self, key: str, source: Source, options: TensorStoreOptions) -> None:
+    def __init__(self, key: str, source: Source, options: specs.TensorStoreOptions) -> None:
         self.key = key
         self.source = source
         self.host = source.host_bytes()
-        self.layout = layout_of(source.dtype, source.shape, options)
+        self.layout = specs.layout_of(source.dtype, source.shape, options)
         self.types = self.layout.types
         # The future of the TensorStore array, once its creation has started.
         self.array: Any = None
@@ -197,7 +191,7 @@ class _Job:
 @dataclass
 class _ArrayWriter:
     directory: ArrayDirectory
-    options: TensorStoreOptions
+    options: specs.TensorStoreOptions
     budget: ByteBudget
     meter: parallel.Meter
     context: Any
@@ -225,7 +219,7 @@ class _ArrayWriter:
     def _start_creating(self, job: _Job) -> None:
         """Start to create an array once; called by one thread at a time."""
         if job.array is None:
-            spec = create_spec(self.directory, job.key, job.layout, self.options)
+            spec = specs.create_spec(self.directory, job.key, job.layout, self.options)
             job.array = tensorstore().open(spec, create=True, open=False, context=self.context)
 
     def _create(self, job: _Job) -> None:
@@ -283,10 +277,10 @@ class _ArrayWriter:
 
 
 def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
-    options = settings.options_as(TensorStoreOptions)
+    options = settings.options_as(specs.TensorStoreOptions)
     refuse_compression(settings, destination, 'compressor="zstd:1"')
     tensorstore()
-    keys = array_keys(flat.leaves)
+    keys = specs.array_keys(flat.leaves)
     budget = ByteBudget(settings.pool.budget)
     meter = Meter(sum(leaf.nbytes for leaf in flat.leaves.values()), settings.progress)
     with (
@@ -297,14 +291,19 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
         sources = {keys[name]: leaf for name, leaf in flat.leaves.items()}
         written = write_arrays(directory, sources, options, budget=budget, threads=settings.threads, meter=meter)
         _write_group(directory, options, commit.path)
-        arrays, _ = list_tree(str(commit.path), commit.path)
+        arrays = list_tree(str(commit.path), commit.path)[0]
+        if options.kvstore == "ocdbt":
+            files = {name: sidecar.SidecarFile(size) for name, size in sorted(arrays.items())}
+        else:
+            names = specs.GROUP_FILES[options.zarr]
+            files = {name: sidecar.describe_file(commit.path / name, hashed=True) for name in names}
         notes = _describe_tensors(flat, keys, written, arrays, directory, options)
         content = checksummed_json.seal(
             TensorStoreSidecar(
                 format="tensorstore",
                 structure=Structure.of_state(flat),
                 tensors=notes,
-                files=_note_files(options, commit.path, arrays),
+                files=files,
                 metadata=settings.metadata,
                 zarr=options.zarr,
                 kvstore=options.kvstore,
@@ -363,14 +362,14 @@ def _write_file(path: Path, content: bytes, *, sync: bool) -> None:
         path.write_bytes(content)
 
 
-def _write_group(directory: ArrayDirectory, options: TensorStoreOptions, path: Path) -> None:
+def _write_group(directory: ArrayDirectory, options: specs.TensorStoreOptions, path: Path) -> None:
     if options.kvstore == "file":
-        for name, content in GROUP_FILES[options.zarr].items():
+        for name, content in specs.GROUP_FILES[options.zarr].items():
             _write_file(path / name, content, sync=options.sync)
         return
     try:
         store = directory.open_store(sync=options.sync)
-        for name, content in GROUP_FILES[options.zarr].items():
+        for name, content in specs.GROUP_FILES[options.zarr].items():
             store.write(name, content).result()
     except ValueError as error:
         raise directory.write_error(error) from error
@@ -379,10 +378,10 @@ def _write_group(directory: ArrayDirectory, options: TensorStoreOptions, path: P
 def _describe_tensors(
     flat: Flat[Source],
     keys: Mapping[str, str],
-    written: Mapping[str, ArrayLayout],
+    written: Mapping[str, specs.ArrayLayout],
     files: Mapping[str, int],
     directory: ArrayDirectory,
-    options: TensorStoreOptions,
+    options: specs.TensorStoreOptions,
 ) -> dict[str, sidecar.SidecarTensor]:
     digests: dict[str, str] = {}
     if keys:
@@ -406,9 +405,3 @@ def _describe_tensors(
             xxh3_64=digests[name],
         )
     return notes
-
-
-def _note_files(options: TensorStoreOptions, path: Path, files: Mapping[str, int]) -> dict[str, sidecar.SidecarFile]:
-    if options.kvstore == "ocdbt":
-        return {name: sidecar.SidecarFile(size) for name, size in sorted(files.items())}
-    return {name: sidecar.describe_file(path / name, hashed=True) for name in GROUP_FILES[options.zarr]}

@@ -22,10 +22,7 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def register() -> None:
-    """Register the dtype in this process; a second call does nothing.
-
-    Raises MissingExtraError if zarr-python is not installed, or older than 3.1.
-    """
+    """Register the dtype in this process, again without effect; MissingExtraError without zarr-python 3.1 or later."""
     try:
         from zarr.dtype import data_type_registry
     except ImportError as error:

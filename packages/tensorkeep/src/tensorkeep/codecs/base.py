@@ -1,13 +1,10 @@
-"""The contract of a codec: bytes to bytes, lossless, one block at a time.
-
-A codec encodes one block (at most 64 MiB of one tensor's raw bytes) and is called from many threads at once. Test an
-implementation by subclassing ``tensorkeep.testing.codec_suite.CodecSuite``.
-"""
+"""The contract of a codec: it encodes one block, at most 64 MiB of a tensor's raw bytes, from many threads at once."""
 
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from tensorkeep.plugins import Registry
 
@@ -16,19 +13,36 @@ if TYPE_CHECKING:
 
 # A one-dimensional, contiguous array of bytes.
 Bytes = npt.NDArray[np.uint8]
+# Bytes that are hashed right after they were copied, while they are still in the core's cache.
+_HASH_BYTES = 1024**2
 
 
-class BlockInput(Protocol):
-    """The bytes of a block that other threads may change while it is coded: every byte is read once."""
+class HashedInput:
+    """The raw bytes of a block that is coded; every byte is read once and hashed."""
 
-    copy_buffer: Bytes | None
-    """A buffer for a copy of the block; None if nothing changes the block."""
+    def __init__(self, copy_buffer: Bytes | None, *, wide: bool) -> None:
+        # The state may change during a save. Every byte is therefore copied first, and the copy is hashed and coded:
+        # the checksum always matches the stored bytes. None if nothing changes the block.
+        self.copy_buffer = copy_buffer
+        self._hasher = xxhash.xxh3_128() if wide else xxhash.xxh3_64()
 
     def read(self, piece: Bytes) -> Bytes:
         """Hash the next piece of the block and return its bytes, copied if other threads may change them."""
+        if self.copy_buffer is None:
+            self.hash(piece)
+            return piece
+        copy = self.copy_buffer[: piece.size]
+        for at in range(0, piece.size, _HASH_BYTES):
+            np.copyto(copy[at : at + _HASH_BYTES], piece[at : at + _HASH_BYTES])
+            self.hash(copy[at : at + _HASH_BYTES])
+        return copy
 
     def hash(self, piece: Bytes) -> None:
         """Hash the next piece of the block, which the codec has copied itself."""
+        self._hasher.update(piece)
+
+    def hexdigest(self) -> str:
+        return self._hasher.hexdigest()
 
 
 class CodecError(ValueError):

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import zstandard
@@ -40,37 +39,9 @@ if compiled is not None and getattr(compiled, "INTERFACE", None) != 1:
 RUN = 262_144
 
 
-class Coder(Protocol):
+class PythonCoder:
     """Splits runs into planes and codes the planes, for one thread."""
 
-    def split(
-        self, run: bitplanes.Words, planes: Sequence[Bytes], layout: int, copy: bitplanes.Words | None = None
-    ) -> None:
-        """Write byte k of every word to plane k; see ``bitplanes``.
-
-        If ``copy`` is given, other threads may change the words: they are copied there and read from there.
-        """
-
-    def merge(self, planes: Sequence[Bytes], run: bitplanes.Words, layout: int, *, xor: bool = False) -> None:
-        """Fill the words from their planes, or XOR the planes into the words."""
-
-    def coded_size(self, sample: Bytes) -> int:
-        """Estimate how many bytes a coded sample of a plane takes."""
-
-    def encode(self, number: int, plane: Bytes, out: Bytes, *, first: bool) -> int:
-        """Write a plane of one run to the front of ``out`` as a frame; return its length.
-
-        ``first`` is whether it is the block's first run. ``out`` has at least the ``zstd_bound`` of the plane.
-        """
-
-    def decode(self, number: int, frame: Bytes, count: int) -> Bytes:
-        """Return the ``count`` bytes of a plane; the next call for the same plane may overwrite them.
-
-        Raises CodecError if the frame is damaged or has another length.
-        """
-
-
-class PythonCoder:
     def __init__(self) -> None:
         # Matches of at least seven bytes in a table of 64 entries: zstd finds almost none, spends almost no time on the
         # search, and only Huffman-codes.
@@ -90,12 +61,14 @@ class PythonCoder:
     def split(
         self, run: bitplanes.Words, planes: Sequence[Bytes], layout: int, copy: bitplanes.Words | None = None
     ) -> None:
+        """Write byte k of every word to plane k, from ``copy`` if that is given: other threads may change the words."""
         if copy is not None:
             np.copyto(copy, run)
             run = copy
         bitplanes.split(run, planes, layout, self._scratch)
 
     def merge(self, planes: Sequence[Bytes], run: bitplanes.Words, layout: int, *, xor: bool = False) -> None:
+        """Fill the words from their planes, or XOR the planes into the words."""
         # The planes of a difference are merged beside the old words, and then applied in one pass.
         merged = np.empty_like(run) if xor else run
         bitplanes.merge(planes, merged, layout, self._scratch)
@@ -103,12 +76,15 @@ class PythonCoder:
             np.bitwise_xor(run, merged, out=run)
 
     def coded_size(self, sample: Bytes) -> int:
+        """Estimate how many bytes a coded sample of a plane takes."""
         return len(self._compressor.compress(sample.data))
 
     def encode(self, number: int, plane: Bytes, out: Bytes, *, first: bool) -> int:
+        """Write a plane of one run to the front of ``out``, of at least `zstd_bound`, as a frame; return its length."""
         return append(self._compressor.compress(plane.data), out, 0)
 
     def decode(self, number: int, frame: Bytes, count: int) -> Bytes:
+        """Return the ``count`` bytes of a plane, valid until its next call; CodecError if the frame is damaged."""
         # Before the decoder sees it: a hostile frame may declare any size.
         check_frame(frame, count, window=RUN)
         try:
@@ -151,22 +127,14 @@ class CompiledCoder(PythonCoder):
         return plane if compiled.decode_frame(decoder, frame, plane) else super().decode(number, frame, count)
 
 
-def new_coder() -> Coder:
-    """A coder for one thread: the compiled one where it is installed."""
-    # Each coder reads what the other wrote: a plane is a Zstandard frame, which as a rule is only Huffman-coded. The
-    # extension chooses the Huffman codes of a run of 256 KiB by a sample. If the codes of the previous frame are about
-    # as good, it keeps them, so that a reader need not build its tables again.
-    return CompiledCoder() if compiled else PythonCoder()
+# Each coder reads what the other wrote: a plane is a Zstandard frame, which as a rule is only Huffman-coded. The
+# extension chooses the Huffman codes of a run of 256 KiB by a sample. If the codes of the previous frame are about as
+# good, it keeps them, so that a reader need not build its tables again.
+INSTALLED: type[PythonCoder] = CompiledCoder if compiled else PythonCoder
 
 
 def describe() -> str:
-    """Return which coder is in use, for people.
-
-    Examples
-    --------
-    >>> describe().partition(" ")[0] in ("compiled", "Python")
-    True
-    """
+    """Return which coder is in use, for people."""
     if compiled:
         return f"compiled ({compiled.simd})"
     reason = f"{_VARIABLE}=python" if _required == "python" else "no compiled coder"

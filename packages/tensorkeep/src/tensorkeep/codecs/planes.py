@@ -39,8 +39,8 @@ import numpy as np
 import zstandard
 
 from tensorkeep.codecs import bitplanes
-from tensorkeep.codecs.base import BlockInput, Bytes, CodecError, append, check_padding
-from tensorkeep.codecs.coder import RUN, Coder, new_coder
+from tensorkeep.codecs.base import Bytes, CodecError, HashedInput, append, check_padding
+from tensorkeep.codecs.coder import INSTALLED, RUN, PythonCoder
 from tensorkeep.codecs.zstd import zstd_bound
 from tensorkeep.state.dtypes import DType
 
@@ -79,7 +79,7 @@ class PlaneModes:
 class PlanesCodec:
     name = "planes"
 
-    def __init__(self, coder: Callable[[], Coder] = new_coder) -> None:
+    def __init__(self, coder: type[PythonCoder] = INSTALLED) -> None:
         self._threads = _Threads(coder)
 
     def bound(self, nbytes: int) -> int:
@@ -96,7 +96,7 @@ class PlanesCodec:
         return PlaneModes(layout, tuple(self._threads.choose(plane) for plane in planes))
 
     def encode(
-        self, raw: Bytes, dtype: DType, out: Bytes, *, plan: PlaneModes | None = None, data: BlockInput | None = None
+        self, raw: Bytes, dtype: DType, out: Bytes, *, plan: PlaneModes | None = None, data: HashedInput | None = None
     ) -> int:
         """Encode as every codec does; ``data`` hashes every run while it is in the core's cache."""
         plan = plan or self.plan(raw, dtype)
@@ -159,7 +159,7 @@ class PlanesCodec:
 
 # Coders and Zstandard's contexts are not safe to share between threads, and costly to make for every block.
 class _Threads(threading.local):
-    def __init__(self, coder: Callable[[], Coder]) -> None:
+    def __init__(self, coder: type[PythonCoder]) -> None:
         self.coder = coder()
         # A window of 256 KiB: the format allows no more.
         self.matcher = zstandard.ZstdCompressor(

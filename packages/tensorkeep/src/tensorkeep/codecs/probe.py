@@ -3,7 +3,7 @@
 import numpy as np
 
 from tensorkeep.codecs import planes, raw, zstd
-from tensorkeep.codecs.base import BlockInput, Bytes, Codec
+from tensorkeep.codecs.base import Bytes, Codec, HashedInput
 from tensorkeep.state.dtypes import DType
 
 # Below this size, a header costs more than is saved.
@@ -51,7 +51,7 @@ def _choose(block: Bytes, dtype: DType) -> tuple[Codec, planes.PlaneModes | None
     return (planes.CODEC, plan) if plan.shrinks else (raw.CODEC, None)
 
 
-def encode(block: Bytes, dtype: DType, out: Bytes, data: BlockInput | None = None) -> tuple[str, int]:
+def encode(block: Bytes, dtype: DType, out: Bytes, data: HashedInput | None = None) -> tuple[str, int]:
     """Encode by the chosen codec, or raw, which ``data`` does not hash; return the codec's name and the length."""
     # The block may change meanwhile. Then the choice may be worse, but what is coded is still what is hashed.
     codec, plan = _choose(block, dtype)

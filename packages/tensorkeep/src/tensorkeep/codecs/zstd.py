@@ -66,11 +66,7 @@ def zstd_bound(nbytes: int) -> int:
 
 
 def check_frame(frame: Bytes, content: int, *, window: int) -> None:
-    """Check a frame's header before anything is decoded or allocated.
-
-    Raises CodecError unless it declares ``content`` bytes, no dictionary, and a window of at most the larger of
-    ``window`` and ``content``.
-    """
+    """Check a frame's header before anything is decoded or allocated: content size, dictionary and window."""
     # A skippable frame declares a length as well, but decodes to nothing.
     if frame[: len(zstandard.FRAME_HEADER)].tobytes() != zstandard.FRAME_HEADER:
         raise CodecError("not a Zstandard frame")

@@ -17,7 +17,7 @@ from tensorkeep.formats.base import (
 )
 from tensorkeep.formats.blockfile.write import find_codec
 from tensorkeep.formats.boxes import Box, box_of, box_shape, box_to_ranges, grid, grow, range_to_boxes
-from tensorkeep.formats.decoding import decoding
+from tensorkeep.formats.decoding import decoding, missing_as
 from tensorkeep.formats.finding import check_not_pointer
 from tensorkeep.formats.native import manifest
 from tensorkeep.formats.path_items import Item, items_of
@@ -47,6 +47,7 @@ __all__ = [
     "grow",
     "items_of",
     "manifest",
+    "missing_as",
     "range_to_boxes",
     "sidecar",
     "thread_bytes"

@@ -1,7 +1,4 @@
-"""The contract of a format: how it describes a state, its writer and its reader.
-
-A format is one `Format` object, registered under the entry point ``tensorkeep.formats``.
-"""
+"""The contract of a format: how it describes a state, its writer and its reader."""
 
 import functools
 import threading
@@ -100,10 +97,7 @@ def check_structure(
     aliases: Mapping[str, Alias],
     parts: Mapping[str, PartKey],
 ) -> dict[str, LeafSpec]:
-    """Check that a state can be rebuilt; return the leaves that the skeleton names, in its order.
-
-    Tensors are given by dtype and shape. Raises ValueError with the rule that is broken.
-    """
+    """Return the leaves that a skeleton names, in its order; ValueError if the state cannot be rebuilt."""
     specs = leaf_specs(skeleton)
     known = tensors.keys() | aliases.keys()
     if specs.keys() != known:
@@ -174,27 +168,17 @@ _FIRST_YEAR, _YEAR_10000 = -62_135_596_800.0, 253_402_300_799.0
 
 
 class StepRecord(msgspec.Struct, frozen=True):
-    """A step of a training run.
-
-    Attributes
-    ----------
-    saved_at : float
-        Seconds since 1970 (UTC).
-    metrics : dict of str to (float or str)
-        JSON has no NaN and no infinities: they are the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
-    """
+    """A step of a training run."""
 
     number: Annotated[int, Meta(ge=0)]
+    # Seconds since 1970 (UTC).
     saved_at: Annotated[float, Meta(ge=_FIRST_YEAR, lt=_YEAR_10000)]
+    # JSON has no NaN and no infinities.
     metrics: dict[str, float | Literal["nan", "inf", "-inf"]]
 
 
 class FormatOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of a format: a subclass has one field with a default for each option.
-
-    `Format.parse_options` makes an instance from keyword arguments and checks the types of the fields.
-    ``__post_init__`` may raise UsageError for options that contradict each other.
-    """
+    """The options of a format; ``__post_init__`` may raise UsageError for options that contradict each other."""
 
 
 OptionsT = TypeVar("OptionsT", bound=FormatOptions)
@@ -209,35 +193,22 @@ def _choices(kind: object) -> str | None:
 
 @dataclass(frozen=True)
 class WriteSettings:
-    """How to write; the same for every format.
+    """How to write; the same for every format."""
 
-    Attributes
-    ----------
-    overwrite : bool
-        Whether to replace a checkpoint of the same format at the destination.
-    metadata : dict
-        The user's JSON values.
-    compression : str
-        ``"none"``, ``"lossless"`` or a codec's name; a format that cannot compress refuses all but ``"none"``.
-    threads : int
-        Threads that write at once.
-    pool : BufferPool
-        The source of all buffers; its budget limits their memory.
-    progress : callable or None
-        Called with (bytes done, bytes in total).
-    options : FormatOptions or None
-        An instance of `Format.options`; None means the defaults.
-    step : StepRecord or None
-        The step of a training run, for formats that store it.
-    """
-
+    # Replace a checkpoint of the same format at the destination.
     overwrite: bool = False
+    # The user's JSON values.
     metadata: dict[str, Any] = field(default_factory=dict)
+    # "none", "lossless" or a codec's name; a format that cannot compress refuses all but "none".
     compression: str = "none"
     threads: int = field(default_factory=default_threads)
+    # The source of all buffers; its budget limits their memory.
     pool: BufferPool = field(default_factory=BufferPool)
+    # Called with (bytes done, bytes in total).
     progress: Progress | None = None
+    # An instance of `Format.options`; None means the defaults.
     options: FormatOptions | None = None
+    # The step of a training run, for formats that store it.
     step: StepRecord | None = None
 
     def options_as(self, kind: type[OptionsT]) -> OptionsT:
@@ -254,23 +225,7 @@ class WriteSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteResult:
-    """The result of writing a checkpoint; a report of the save extends it.
-
-    Attributes
-    ----------
-    stored_bytes : int
-        Bytes of all files of the checkpoint.
-    new_bytes : int
-        Bytes written by this save. In an incremental save, the rest of ``stored_bytes`` is shared with earlier ones.
-    peak_buffer_bytes : int
-        The most host buffer memory in use at one moment.
-    direct_io : bool
-        Whether the page cache was bypassed (O_DIRECT); some file systems refuse that.
-    base : str or None
-        The earlier checkpoint that unchanged blocks were taken from.
-    base_refused : str or None
-        Why not all unchanged blocks were taken from the base.
-    """
+    """The result of writing a checkpoint; `tensorkeep.SaveReport` extends and explains it."""
 
     stored_bytes: int
     new_bytes: int
@@ -281,11 +236,7 @@ class WriteResult:
 
 
 class StagedWrite(ABC):
-    """The writing of one checkpoint in two stages; the caller waits for the first only.
-
-    `prepare` comes first. Then `stage` copies the state in the caller's thread, and `run` writes it in another thread,
-    at the same time or afterwards.
-    """
+    """The writing of one checkpoint: `prepare`, `stage`, which copies the state, and `run` in another thread."""
 
     def __init__(self, destination: Path, settings: WriteSettings) -> None:
         self._destination = destination
@@ -299,23 +250,14 @@ class StagedWrite(ABC):
 
     @abstractmethod
     def prepare(self, pool: BufferPool) -> None:
-        """Set the pool for the buffers of the copy.
-
-        Raises UsageError if its budget is too small for this format.
-        """
+        """Set the pool for the buffers of the copy; UsageError if its budget is too small for this format."""
 
     @abstractmethod
     def stage(self, threads: int) -> None:
-        """Copy the state; when this returns, the state may change.
-
-        Raises Cancelled if `run` has failed.
-        """
+        """Copy the state; when this returns, the state may change. Raises Cancelled if `run` has failed."""
 
     def run(self) -> WriteResult:
-        """Write the copy or, if `prepare` was never called, the state itself; see `Format.write`.
-
-        Raises Cancelled if the writing was cancelled.
-        """
+        """Write the copy or, without `prepare`, the state itself; see `Format.write`. Raises Cancelled if cancelled."""
         try:
             return self._write()
         except BaseException:
@@ -345,18 +287,10 @@ class StagedWrite(ABC):
 class FullCopyWrite(StagedWrite):
     """A staged write for formats that do not write block by block: `stage` copies the whole state."""
 
-    def __init__(
-        self,
-        format_name: str,
-        write: Callable[[Flat[Source], Path, WriteSettings], WriteResult],
-        flat: Flat[Source],
-        destination: Path,
-        settings: WriteSettings,
-    ) -> None:
+    def __init__(self, format: "Format", flat: Flat[Source], destination: Path, settings: WriteSettings) -> None:
         super().__init__(destination, settings)
+        self._format = format
         self._flat = flat
-        self._format_name = format_name
-        self._write_format = write
         self._pool: BufferPool | None = None
         self._copies: dict[str, _HostCopy] = {}
         self._copied = threading.Event()
@@ -368,7 +302,7 @@ class FullCopyWrite(StagedWrite):
         needed = self.staging_bytes()
         if needed > pool.budget:
             raise UsageError(
-                f"format {self._format_name!r} copies the whole state to save it in the background, which takes "
+                f"format {self._format.name!r} copies the whole state to save it in the background, which takes "
                 f"{format_bytes(needed)}; the memory budget allows {format_bytes(pool.budget)}",
                 path=self._destination,
                 remedy="give a larger memory_budget, save in the native format, or call tensorkeep.save",
@@ -396,7 +330,7 @@ class FullCopyWrite(StagedWrite):
         # A failed `stage` sets no event, so the wait looks at the cancellation now and then.
         while self._pool is not None and not self._copied.wait(POLL_SECONDS):
             self._cancellation.check()
-        return self._write_format(self._flat, self._destination, self._settings)
+        return self._format.write(self._flat, self._destination, self._settings)
 
     def abandon(self) -> None:
         for copy in self._copies.values():
@@ -430,32 +364,20 @@ def _copy(source: Source, start: int, stop: int, out: Bytes) -> None:
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One tensor of a checkpoint, as `info`, `ls` and `diff` show it.
-
-    Attributes
-    ----------
-    name, part : str
-        The full dotted name, and the part of the state that it belongs to.
-    dtype : DType
-    shape : tuple of int
-    nbytes, stored_bytes : int
-        Raw bytes, and bytes on disk.
-    codec : str
-        ``"raw"``, or the codecs of its blocks joined by ``+``; ``"alias"`` for a view of another tensor.
-    file : str
-        The file that holds it, relative to the checkpoint.
-    alias_of : str or None
-        The tensor that it is a view of; a view takes no bytes of its own.
-    """
+    """One tensor of a checkpoint, as `info`, `ls` and `diff` show it."""
 
     name: str
     part: str
     dtype: DType
     shape: tuple[int, ...]
     nbytes: int
+    # On disk.
     stored_bytes: int
+    # "raw", or the codecs of its blocks joined by "+"; "alias" for a view of another tensor.
     codec: str
+    # Relative to the checkpoint.
     file: str
+    # The tensor that it is a view of; a view takes no bytes of its own.
     alias_of: str | None = None
 
 
@@ -566,10 +488,9 @@ class Reader(Closing, ABC):
         """Close the files; a second call does nothing."""
 
     def _set_state(self, flat: "Flat[StoredLeaf]", source: Path, leaf_specs: dict[str, LeafSpec] | None = None) -> None:
-        """Check that a state can be rebuilt from its description, and set `flat` and `leaf_specs`.
+        """Check that a state can be rebuilt from its description in ``source``, and set `flat` and `leaf_specs`.
 
-        ``source`` is the file that describes the state. ``leaf_specs`` is the result of `check_structure`, if it was
-        called already. Raises CorruptCheckpointError if skeleton, tensors, aliases and parts contradict each other.
+        ``leaf_specs`` is the result of `check_structure`, if it was called already.
         """
         try:
             tensors = {name: (leaf.dtype, leaf.shape) for name, leaf in flat.leaves.items()}
@@ -620,23 +541,15 @@ class StoredLeaf(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class OpenSettings:
-    """How to open a checkpoint.
+    """How to open a checkpoint."""
 
-    Attributes
-    ----------
-    verify : bool
-        Check what is read against its checksums.
-    pool : BufferPool
-        The source of the reader's buffers. The caller uses the same pool, so that one budget holds for both.
-    page_cache : bool
-        Read everything through the page cache; otherwise only what is cached already, and the rest around it.
-    allow : frozenset of str
-        Names of classes in pickles; their objects are read as dicts of their attributes.
-    """
-
+    # Check what is read against its checksums.
     verify: bool = True
+    # The source of the reader's buffers. The caller uses the same pool, so that one budget holds for both.
     pool: BufferPool = field(default_factory=BufferPool)
+    # Read everything through the page cache; otherwise only what is cached already, and the rest around it.
     page_cache: bool = False
+    # Names of classes in pickles; their objects are read as dicts of their attributes.
     allow: frozenset[str] = frozenset()
 
 
@@ -717,7 +630,7 @@ class Format(ABC):
 
         The default copies the whole state before anything is written.
         """
-        return FullCopyWrite(self.name, self.write, flat, destination, settings)
+        return FullCopyWrite(self, flat, destination, settings)
 
     def parse_options(self, given: Mapping[str, object]) -> FormatOptions:
         """Return the options in the keyword arguments of `tensorkeep.save`; their types are checked.

@@ -25,13 +25,7 @@ def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """Return the elements that two boxes of one array share; None if they share nothing.
-
-    Examples
-    --------
-    >>> intersection((slice(0, 4), slice(2, 6)), (slice(3, 9), slice(0, 3)))
-    (slice(3, 4, None), slice(2, 3, None))
-    """
+    """Return the elements that two boxes of one array share; None if they share nothing."""
     common = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
     return common if all(side.start < side.stop for side in common) else None
 
@@ -45,10 +39,7 @@ def grow(shape: Sequence[int], chunk: Sequence[int], most_elements: int) -> tupl
     """Return the shape of the largest block of full chunks of at most so many elements; at least one chunk.
 
     The last dimension grows first, so that the elements of a block are as contiguous in the C-order stream as possible.
-    A block may exceed the array by less than one chunk along each dimension.
 
-    Examples
-    --------
     >>> grow((100, 100), (10, 10), 2000)
     (20, 100)
     """
@@ -101,8 +92,6 @@ def covering_range(shape: Sequence[int], box: Box) -> tuple[int, int]:
 def as_range(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
     """Return the range of the array's C-order stream that is a box with elements; None if it is not one range.
 
-    Examples
-    --------
     >>> as_range((4, 6), (slice(1, 3), slice(0, 6)))
     (6, 18)
     """
@@ -115,8 +104,6 @@ def range_to_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]
 
     At most two for each dimension and one more: the end of a row, full rows at once, the start of a row.
 
-    Examples
-    --------
     >>> list(range_to_boxes((3, 4), 2, 8))
     [(slice(0, 1, None), slice(2, 4, None)), (slice(1, 2, None), slice(0, 4, None))]
     """
@@ -167,15 +154,10 @@ class Flaw(NamedTuple):
 
 
 def find_flaw(shape: Sequence[int], boxes: Iterable[tuple[Corner, Corner]]) -> Flaw | None:
-    """Return the first flaw of boxes, given by offsets and sizes; None if they tile an array of this shape.
+    """Return the first flaw of boxes, given by offsets and positive sizes; None if they tile an array of this shape.
 
-    All sizes are positive, and all boxes within the array. No box tiles an empty array.
+    Raises OverflowError if a length exceeds 64 bits; ValueError if the boxes are too many or cut too many dimensions.
 
-    Raises OverflowError if a length exceeds 64 bits; ValueError if the array is cut along more than
-    `MAX_CUT_DIMENSIONS` dimensions, or if all corners together have more than `MAX_COORDINATES` coordinates.
-
-    Examples
-    --------
     >>> find_flaw((4, 6), [((0, 0), (2, 6)), ((2, 0), (2, 3)), ((2, 3), (2, 3))])
     >>> find_flaw((4, 6), [((0, 0), (2, 6)), ((2, 0), (2, 3))])
     Flaw(offsets=(2, 3), is_gap=True)

@@ -1,7 +1,4 @@
-"""JSON files with a checksum: ``{"xxh3_64":"<16 hex digits>","body":{...}}``.
-
-The checksum covers every byte after the digits, from their closing quote to the end.
-"""
+"""JSON files ``{"xxh3_64":"<16 hex digits>","body":{...}}``; the checksum covers every byte after the digits."""
 
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -72,10 +69,7 @@ def seal(body: object) -> bytes:
 
 
 def read(directory: Directory, name: str, *, follow_links: bool = False) -> dict[str, Any]:
-    """Return the body of a file after comparing its checksum; the caller checks the fields.
-
-    Raises NotACheckpointError if the file does not exist; CorruptCheckpointError if it is damaged, or not such a file.
-    """
+    """Return the body of a file after comparing its checksum; the caller checks the fields."""
     return body_of(read_content(directory, name, follow_links=follow_links), directory.path / name)
 
 

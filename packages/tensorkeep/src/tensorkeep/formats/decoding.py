@@ -8,6 +8,7 @@ from typing import Any
 
 from tensorkeep.errors import (
     CorruptCheckpointError,
+    NotACheckpointError,
     PathLike,
     TensorkeepError,
     UnsupportedError,
@@ -52,21 +53,20 @@ def as_a_reader() -> Iterator[None]:
 
 
 @contextmanager
+def missing_as(error: TensorkeepError) -> Iterator[None]:
+    """Raise ``error`` if a file that the block opens does not exist."""
+    try:
+        yield
+    except NotACheckpointError as cause:
+        raise error from cause
+
+
+@contextmanager
 def decoding(path: PathLike | None = None, name: str | None = None, *, what: str = "is malformed") -> Iterator[None]:
     """Complete the errors of a block of code that decodes a file, or one of its tensors.
 
-    A `ValueError` or `RecursionError` becomes a CorruptCheckpointError with the message ``what`` and the error's text
-    in parentheses. An `UnsupportedLeafError`, which is for values that cannot be saved, becomes UnsupportedError. Other
-    errors of this package pass; a missing path or name is filled in.
-
-    Examples
-    --------
-    >>> with decoding("model/.metadata", "w"):
-    ...     int("x")
-    Traceback (most recent call last):
-        ...
-    tensorkeep.errors.CorruptCheckpointError: model/.metadata: tensor 'w': is malformed (invalid literal ...)
-    take another checkpoint or copy
+    A ValueError or RecursionError becomes a CorruptCheckpointError with the message ``what``. Errors of this package
+    pass, with a missing path or name filled in.
     """
     try:
         yield

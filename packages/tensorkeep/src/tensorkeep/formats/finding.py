@@ -97,16 +97,12 @@ def open_reader(path: PathLike, settings: OpenSettings, format: str | None = Non
 
 
 def open_as(format: Format, place: Path, settings: OpenSettings) -> Reader:
-    """Return a reader, and log its notes as warnings.
-
-    Raises the errors of `Format.open`, with NotACheckpointError for a file that is something else, such as a pointer of
-    Git LFS.
-    """
+    """Return a reader, and log its notes as warnings."""
     try:
         reader = format.open(place, settings)
     except CorruptCheckpointError as error:
         # A download may leave a web page or a pointer in the place of one shard: name the cause, not the damage.
-        check_not_text(as_path(error.path or place), error)
+        _check_start(_TEXTS, as_path(error.path or place), error)
         raise
     notes = [*reader.notes]
     # One shard opens without an error, and lacks the tensors of the other shards.
@@ -235,10 +231,6 @@ def check_not_pointer(path: Path) -> None:
     if exists(path) and not file_mode(path):
         raise NotACheckpointError("is a link that leads nowhere", path=path, remedy="fetch the file that it stands for")
     _check_start([_POINTER], path, None)
-
-
-def check_not_text(path: Path, cause: Exception | None = None) -> None:
-    _check_start(_TEXTS, path, cause)
 
 
 def check_not_other(path: Path, cause: Exception | None = None) -> None:

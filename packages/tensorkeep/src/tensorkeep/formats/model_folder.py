@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError
-from tensorkeep.formats.base import StoredLeaf
-from tensorkeep.formats.decoding import MAX_HEADER_BYTES, decode_json_object
+from tensorkeep.errors import CorruptCheckpointError, TensorkeepError
+from tensorkeep.formats.base import Reader, StoredLeaf
+from tensorkeep.formats.decoding import MAX_HEADER_BYTES, decode_json_object, missing_as
 from tensorkeep.state.tree import Flat, placeholders
 from tensorkeep.storage import file_mode, first_bytes, folders_in, names_in
 from tensorkeep.storage.base import Directory, SourceFile
@@ -40,8 +40,6 @@ _MAX_CONFIG_BYTES = 16 * 1024**2
 def is_part(name: str) -> bool:
     """Return whether the name of a file or folder says that it holds only some tensors of a checkpoint.
 
-    Examples
-    --------
     >>> [is_part(name) for name in ("model-00001-of-00002.safetensors", "consolidated.00.pth", "rank0.safetensors")]
     [True, True, True]
     >>> [is_part(name) for name in ("model-00001-of-00001.safetensors", "lora_rank8.safetensors", "step-10.pt")]
@@ -53,8 +51,6 @@ def is_part(name: str) -> bool:
 def is_index(name: str, suffix: str) -> bool:
     """Return whether a file name is the index of files with a suffix; variants such as fp16 count.
 
-    Examples
-    --------
     >>> [is_index(f"model.safetensors.{end}", ".safetensors") for end in ("index.json", "index.fp16.json", "json")]
     [True, True, False]
     """
@@ -125,15 +121,10 @@ def read_index(directory: Directory, path: Path) -> Index:
 
 def open_shard(directory: Directory, name: str, key: str, count: int, *, page_cache: bool = True) -> SourceFile:
     """Open one of ``count`` files of an index; CorruptCheckpointError, with the tensor ``key``, if it is missing."""
-    try:
+    text, path = "the index lists this file, but it is missing", directory.path / name
+    remedy = "fetch the missing file, or take another copy"
+    with missing_as(CorruptCheckpointError(text, path=path, name=key, remedy=remedy)):
         return directory.open(name, page_cache=page_cache, one_of=count)
-    except NotACheckpointError as error:
-        raise CorruptCheckpointError(
-            "the index lists this file, but it is missing",
-            path=directory.path / name,
-            name=key,
-            remedy="fetch the missing file, or take another copy",
-        ) from error
 
 
 def unused_files(directory: Path, used: Collection[str]) -> list[str]:
@@ -141,6 +132,13 @@ def unused_files(directory: Path, used: Collection[str]) -> list[str]:
     folders = {name for name in folders_in(directory) if not name.startswith(".")}
     left = [name for name in names_in(directory) if name not in used and name not in folders]
     return left + [f"{name}/" for name in sorted(folders)]
+
+
+def add_unused(reader: Reader, directory: Path, used: Collection[str]) -> None:
+    """Add the files that a reader does not use to its details and notes."""
+    if unused := unused_files(directory, used):
+        reader.details["unused_files"] = unused
+    reader.notes = [*reader.notes, *notes_on_folder(directory, unused)]
 
 
 def notes_on_folder(directory: Path, unused: Iterable[str]) -> Iterator[str]:

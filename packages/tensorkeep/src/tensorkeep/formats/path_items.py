@@ -1,7 +1,4 @@
-"""Nested states as flat items under paths of keys, and back; for DCP and T5X.
-
-A path is what DCP stores: the keys of dicts as text, positions in lists as numbers.
-"""
+"""Nested states as flat items under paths of keys (text in dicts, numbers in lists), and back; for DCP and T5X."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,19 +37,17 @@ def items_of(flat: Flat[Source]) -> list[Item]:
     taken = {item.name for item in walked if item.leaf}
     found: dict[str, Item] = {}
     for item in walked:
-        if item.leaf and _is_stored(item.name, flat):
+        alias = flat.aliases.get(item.name)
+        if item.leaf:
+            # A view with more elements than its tensor, such as an expanded one, would grow when it is copied.
+            if alias is not None and prod(alias.shape) > prod(flat.leaves[alias.of].shape):
+                continue
             # Names are escaped where keys would make them ambiguous; such a name becomes one key.
             is_joined = item.path and ".".join(map(str, item.path)) == item.name
             found[item.name] = item if is_joined else Item(item.name, (item.name,), True)
-        elif not item.leaf and item.name not in taken:
+        elif item.name not in taken:
             found.setdefault(item.name, item)
     return list(found.values())
-
-
-def _is_stored(name: str, flat: Flat[Source]) -> bool:
-    # A view with more elements than its tensor, such as an expanded one, would grow when it is copied.
-    alias = flat.aliases.get(name)
-    return alias is None or prod(alias.shape) <= prod(flat.leaves[alias.of].shape)
 
 
 def _walk(node: Any, path: Path, *, in_value: bool) -> Iterator[Item]:
@@ -102,11 +97,6 @@ def nest(
 
     As in torch, an item of a list that no path leads to is None.
 
-    Raises ValueError if a path leads through the value of another one, or lists have more than 10,000 missing items
-    beyond three per value.
-
-    Examples
-    --------
     >>> nest({"a.x": ("a", "x"), "b.1": ("b", 1)}, {"a.x": 5, "b.1": 6})
     {'a': {'x': 5}, 'b': [None, 6]}
     """

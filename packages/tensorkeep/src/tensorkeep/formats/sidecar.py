@@ -1,7 +1,4 @@
-"""``tensorkeep.json``: nested states, shared storage, metadata and checksums beside the files of another format.
-
-A format that stores more there passes a subclass of `Sidecar` to `read`.
-"""
+"""``tensorkeep.json``: nested states, shared storage, metadata and checksums beside the files of another format."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -125,11 +122,7 @@ def lies_in(directory: Path, format: str) -> bool:
 
 
 def read(directory: Directory, format: str, kind: type[SidecarT]) -> SidecarT:
-    """Return a directory's sidecar, checked in itself and against the files that it lists.
-
-    Raises NotACheckpointError if the file does not exist; CorruptCheckpointError if it is damaged or breaks a rule, or
-    a file that it lists is missing or has changed; UnsupportedError if it has another version of the schema.
-    """
+    """Return a directory's sidecar, checked in itself and against the files that it lists."""
     path = directory.path / FILE_NAME
     body = checksummed_json.read(directory, FILE_NAME, follow_links=True)
     if body.get("format") != format:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 from safetensors import SafetensorError
@@ -35,11 +35,8 @@ if TYPE_CHECKING:
 
     Device = torch.device | str | int
 
-Framework = Literal["pt", "np"]
-_FRAMEWORKS: dict[str, Framework] = {
-    **dict.fromkeys(("pt", "torch", "pytorch"), "pt"),
-    **dict.fromkeys(("np", "numpy"), "np"),
-}
+_FRAMEWORKS = {"pt": "pt", "torch": "pt", "pytorch": "pt", "np": "np", "numpy": "np"}
+# Of safetensors; all read the same bytes.
 BACKENDS = ("mmap", "pread")
 
 
@@ -75,21 +72,6 @@ def bytes_of_file(serialize: Callable[..., bytes], tensors: Mapping[str, Any], m
         path = Path(folder, f"tensors{SUFFIX}")
         write_file(tensors, path, content)
         return path.read_bytes()
-
-
-def framework_of(name: str) -> Framework:
-    found = _FRAMEWORKS.get(name)
-    if found is None:
-        raise UnsupportedError(
-            f"the framework {name!r} is not supported", remedy='give "pt" or "np", and convert the arrays'
-        )
-    return found
-
-
-def check_backend(backend: str) -> None:
-    """Raise UsageError unless safetensors has the backend. All backends read the same bytes."""
-    if backend not in BACKENDS:
-        raise UsageError(f"the backend {backend!r} does not exist", remedy=f"give one of {', '.join(BACKENDS)}")
 
 
 def checked_tensors(tensors: Any, kind: type) -> dict[str, Any]:
@@ -162,8 +144,13 @@ class safe_open:  # noqa: N801
 
     def __init__(self, filename: PathLike, framework: str, device: "Device" = "cpu", *, backend: str = "mmap") -> None:
         with safetensor_errors():
-            check_backend(backend)
-            self._framework = framework_of(framework)
+            if backend not in BACKENDS:
+                raise UsageError(f"the backend {backend!r} does not exist", remedy=f"give one of {', '.join(BACKENDS)}")
+            if framework not in _FRAMEWORKS:
+                raise UnsupportedError(
+                    f"the framework {framework!r} is not supported", remedy='give "pt" or "np", and convert the arrays'
+                )
+            self._framework = _FRAMEWORKS[framework]
             self._device = self._checked_device(device)
             settings = OpenSettings(verify=True, pool=BufferPool(), page_cache=True)
             reader = open_reader(checked_path(filename, stores=True), settings, "safetensors")

@@ -101,10 +101,7 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
 
 
 def save_model(
-    model: torch.nn.Module,
-    filename: PathLike,
-    metadata: Mapping[str, str] | None = None,
-    force_contiguous: bool = True,
+    model: torch.nn.Module, filename: PathLike, metadata: Mapping[str, str] | None = None, force_contiguous: bool = True
 ) -> None:
     """Save the state of a module. A tensor with several names is stored once; the metadata maps the other names to it.
 

@@ -17,7 +17,7 @@ from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, Unsup
 from tensorkeep.formats import sidecar
 from tensorkeep.formats.base import OpenSettings, Structure
 from tensorkeep.formats.dcp import FORMAT
-from tensorkeep.formats.dcp.metadata import check_tiling
+from tensorkeep.formats.dcp.reader import check_tiling
 from tensorkeep.formats.torch_file import pickles
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.cases import case
@@ -104,11 +104,11 @@ OF_A_TENSOR: dict[str, tuple[Callable[[real.Metadata], object], str | None]] = {
         for field in ("offset", "length")
         for value in (10**5000, -(10**5000), 2**63, 2**70)
     },
-    "a missing chunk": (lambda metadata: entry(metadata).chunks.pop(4), "chunks hold"),
+    "a missing chunk": (lambda metadata: entry(metadata).chunks.pop(4), "no chunk has"),
     "a chunk twice": (lambda metadata: entry(metadata).chunks.append(entry(metadata).chunks[4]), "overlap"),
     "a moved chunk": (
         lambda metadata: entry(metadata).chunks.__setitem__(4, entry(metadata).chunks[5]),
-        "chunks hold|overlap",
+        "no chunk has|overlap",
     ),
     "a chunk beyond its tensor": (lambda metadata: setattr(entry(metadata), "size", torch.Size([11, 8])), "beyond"),
     "a chunk without a place": (

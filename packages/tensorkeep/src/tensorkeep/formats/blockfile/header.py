@@ -92,10 +92,7 @@ class Header:
 
 
 def build(records: Iterable[TensorRecord], metadata: dict[str, str], *, size: int | None = None) -> bytes:
-    """Return the header, padded with spaces to ``size`` or else to the next multiple of 4096.
-
-    Raises UnsupportedError if it is longer than readers accept.
-    """
+    """Return the header, padded with spaces to ``size`` or else to the next multiple of 4096."""
     content: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     for record in records:
         content[record.name] = {
@@ -218,10 +215,7 @@ Description = tuple[list[TensorRecord], FileEncoding | None]
 def describe(
     plan: FilePlan, blocks: Mapping[BlockKey, BlockRecord], differences: Collection[BlockKey] = ()
 ) -> Description:
-    """Return the description of a file; ``differences`` are blocks that are differences from other files.
-
-    A tensor is left out if all of its blocks are elsewhere.
-    """
+    """Return the description of a file without tensors that other files hold completely."""
     records: list[TensorRecord] = []
     tensors: dict[str, TensorEncoding] = {}
     start = 0
@@ -253,10 +247,7 @@ def describe(
 
 
 def describe_longest(plan: FilePlan, *, changes: bool = False, delta: bool = False) -> Description:
-    """Return a description with a header at least as long as the header of the finished file.
-
-    With ``changes``, the file may lack blocks; with ``delta``, some blocks may be differences.
-    """
+    """Return a description with a header at least as long as the header of the finished file."""
     # The longest codec name, and offsets with at least as many digits as in any coded file.
     codec = max(CODECS.names(), key=len)
     end = 2 * plan.raw_bytes + BLOCK_BYTES
@@ -294,10 +285,7 @@ def _is_plain(leaf: LeafInFile, blocks: Iterable[BlockRecord], start: int) -> bo
 
 
 def parse(header: Header, path: Path) -> FileEncoding:
-    """Return the ``tensorkeep`` entry of a file, checked against its header; an empty one if the file has none.
-
-    Raises CorruptCheckpointError if it contradicts the header; UnsupportedError if a later version wrote it.
-    """
+    """Return the ``tensorkeep`` entry of a file, checked against its header; an empty one if the file has none."""
     text = header.metadata.get(METADATA_KEY)
     if text is None:
         return FileEncoding(VERSION, MAX_BLOCK_BYTES, {})

@@ -1,13 +1,10 @@
-"""The layout of data files: tensors into files, tensors into blocks, blocks into write tasks.
-
-A task is a run of whole blocks, together at most one block's size. Tasks are written in whole pages, in any order.
-"""
+"""The layout of data files: tensors into files, tensors into blocks, blocks into write tasks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -121,11 +118,7 @@ def blocks_of(leaf: LeafInFile) -> Iterator[Block]:
 
 
 def plan_files(flat: Flat[Source], shard_bytes: int | str | None = None, *, suffix: str = SUFFIX) -> list[FilePlan]:
-    """Return the data files of a state: a set for each part, no file above ``shard_bytes`` unless one leaf is.
-
-    Names follow Hugging Face: ``model.safetensors``, or ``model-00001-of-00003.safetensors`` in a set. Raises
-    UsageError if ``shard_bytes`` is not a positive size.
-    """
+    """Return the data files of a state: a set for each part, no file above ``shard_bytes`` unless one leaf is."""
     limit = shard_limit(shard_bytes)
     parts: dict[str, list[CutSource]] = {}
     for name, source in flat.leaves.items():
@@ -202,28 +195,8 @@ class TensorBox(NamedTuple):
         return prod(self.sizes) * self.itemsize
 
 
-class Cuts(Protocol):
-    """Where the C-order bytes of a box are cut into blocks."""
-
-    @property
-    def most_bytes(self) -> int:
-        """The raw bytes of the largest block."""
-
-    def block_starts(self, box: TensorBox) -> Sequence[int]:
-        """Return the first byte of every block, counted from the start of the box."""
-
-    def block_count(self, box: TensorBox) -> int:
-        """Return the number of blocks without listing them: the sizes may come from a damaged file."""
-
-    def read_bytes(self, full: Sequence[int], itemsize: int) -> int:
-        """Return a size: reads that begin at its multiples decode no block twice."""
-
-    def cut_alike(self, one: Sequence[int], other: Sequence[int]) -> bool:
-        """Return whether tensors of these shapes have the same blocks if their C-order bytes are the same."""
-
-
 class ByteCuts(NamedTuple):
-    """A cut every ``most_bytes``: the blocks of a tensor that one process writes."""
+    """A cut every ``most_bytes``: the blocks of a tensor that one process writes; see `Grid`."""
 
     most_bytes: int
 
@@ -256,55 +229,38 @@ class Grid(NamedTuple):
     parts: int = 1
 
     def bytes_between_cuts(self, full: Sequence[int], itemsize: int) -> int:
-        """Return the bytes of a tensor of this shape between two cuts.
-
-        Examples
-        --------
-        >>> RAW_GRID.bytes_between_cuts((3200, 8640), itemsize=2)
-        524288
-        """
+        """Return the bytes of a tensor of this shape between two cuts."""
         part = -(-prod(full) * itemsize // self.parts)
         return min(self.most_bytes, max(LEAST_BYTES, 1 << max(0, part - 1).bit_length()))
 
     def rows_per_block(self, full: Sequence[int], itemsize: int) -> int:
-        """Return the number of rows (indices of dimension 0) between two cuts of a tensor of this shape; at least 1.
-
-        Examples
-        --------
-        >>> RAW_GRID.rows_per_block((100_000, 4096), itemsize=2)
-        512
-        """
+        """Return the number of rows (indices of dimension 0) between two cuts of a tensor of this shape; at least 1."""
         return max(1, self.bytes_between_cuts(full, itemsize) // max(1, prod(full[1:]) * itemsize))
 
     def block_starts(self, box: TensorBox) -> Sequence[int]:
-        """Return the first byte of every block of a box.
+        """Return the first byte of every block of a box, counted from its start.
 
-        A box is cut where the row number in the full tensor is a multiple of `rows_per_block`. If one row of the box
-        has more than `bytes_between_cuts`, each row is cut by itself.
+        A box is cut where the row number in the full tensor is a multiple of `rows_per_block`. If one row of the box is
+        longer than `bytes_between_cuts`, each row is cut by itself.
 
-        Examples
-        --------
         >>> list(Grid(80).block_starts(TensorBox(full=(100, 4), offsets=(30, 0), sizes=(40, 4), itemsize=1)))
         [0, 40, 120]
         """
-        later = self._starts_after_first(box)
-        if isinstance(later, range):
-            return later if not later.start else (0, *later)
-        rows, cuts = later
+        rows, cuts = self._starts(box)
+        if len(cuts) == 1:
+            return rows if not rows.start else (0, *rows)
         return [row + cut for row in rows for cut in cuts]
 
     def block_count(self, box: TensorBox) -> int:
-        later = self._starts_after_first(box)
-        if isinstance(later, range):
-            return len(later) + (later.start > 0)
-        rows, cuts = later
-        return len(rows) * len(cuts)
+        """Return the number of blocks without listing them: the sizes may come from a damaged file."""
+        rows, cuts = self._starts(box)
+        return (len(rows) + (rows.start > 0)) * len(cuts)
 
-    def _starts_after_first(self, box: TensorBox) -> range | tuple[range, range]:
-        """Return the starts on the grid, perhaps without byte 0; or the starts of rows, and the starts in a row."""
-        nbytes = box.nbytes
+    def _starts(self, box: TensorBox) -> tuple[range, range]:
+        """Return the starts of rows, perhaps without byte 0, and the starts of blocks within a row."""
+        nbytes, whole = box.nbytes, range(1)
         if not box.sizes or not nbytes:
-            return range(0, nbytes, max(1, nbytes))
+            return range(0, nbytes, max(1, nbytes)), whole
         row = nbytes // box.sizes[0]
         step = self.bytes_between_cuts(box.full, box.itemsize)
         # A cut within a row is counted from the start of the box's row, so ranks with the same columns cut alike.
@@ -312,9 +268,10 @@ class Grid(NamedTuple):
             return range(0, nbytes, row), range(0, row, step)
         rows = self.rows_per_block(box.full, box.itemsize)
         # The first cut is at the first row of the full tensor that is a multiple of `rows`.
-        return range(-box.offsets[0] % rows * row, nbytes, rows * row)
+        return range(-box.offsets[0] % rows * row, nbytes, rows * row), whole
 
     def read_bytes(self, full: Sequence[int], itemsize: int) -> int:
+        """Return a size: reads that begin at its multiples decode no block twice."""
         row = prod(full[1:]) * itemsize
         most = self.bytes_between_cuts(full, itemsize)
         if not full or row > most:
@@ -324,8 +281,13 @@ class Grid(NamedTuple):
         return max(1, BLOCK_BYTES // cut) * cut if cut else BLOCK_BYTES
 
     def cut_alike(self, one: Sequence[int], other: Sequence[int]) -> bool:
+        """Return whether tensors of these shapes have the same blocks if their C-order bytes are the same."""
         # The grid follows the rows, so another shape cuts the same bytes in other places.
         return tuple(one) == tuple(other)
+
+
+# Where the C-order bytes of a box are cut into blocks.
+Cuts = ByteCuts | Grid
 
 
 # A rank that reads other rows than were written reads up to two blocks too many for each box. With fine cuts, a rank
@@ -344,10 +306,7 @@ def plan_shards(
     rank: int,
     grid: Grid,
 ) -> list[FilePlan]:
-    """Return the data files of one rank: a set for each part, named after the rank; see `plan_files`.
-
-    ``parts`` has the part and key of every tensor of the state, so that all ranks name files alike.
-    """
+    """Return the data files of one rank; with the ``parts`` of the full state, all ranks name files alike."""
     limit = shard_limit(shard_bytes)
     stems = part_file_stems(dict.fromkeys(part for part, _ in parts.values()))
     by_part: dict[str, list[CutSource]] = {}

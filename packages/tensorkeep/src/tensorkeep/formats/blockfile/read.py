@@ -223,15 +223,12 @@ class BlockReader:
         layer, rest = (scratch[: len(out)], scratch[round_up(len(out)) :]) if block.bases else (None, scratch)
         below: StoredBlock | None = None
         for part in (*reversed(block.bases), block):
-            if below is not None:
-                self._check_base(below, out)
+            # A base that is stored raw has no checksum of its stored bytes.
+            checks = self._verify and below is not None and below.raw and not below.stored
+            if below is not None and checks and digest_as(below.raw, out) != below.raw:
+                raise CorruptCheckpointError("the checksum of its base block is wrong", path=below.file.path)
             self._decode_one(part, dtype, out, rest, layer if below else None, done if part is block else None)
             below = part
-
-    def _check_base(self, base: StoredBlock, raw: Bytes) -> None:
-        # A base stored raw has no checksum of its stored bytes.
-        if self._verify and base.raw and not base.stored and digest_as(base.raw, raw) != base.raw:
-            raise CorruptCheckpointError("the checksum of its base block is wrong", path=base.file.path)
 
     def _decode_one(
         self,

@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 
 from tensorkeep.codecs import probe
-from tensorkeep.codecs.base import CODECS, BlockInput, Codec
+from tensorkeep.codecs.base import CODECS, Codec, HashedInput
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.base import BLOCK_BYTES, thread_bytes
 from tensorkeep.formats.blockfile import header
 from tensorkeep.formats.blockfile.header import METADATA_KEY, Description, describe, describe_longest
 from tensorkeep.formats.blockfile.plan import Block, BlockKey, BlockRecord, FilePlan, tasks_of
-from tensorkeep.formats.checksummed_json import Hasher, digest, new_hasher
+from tensorkeep.formats.checksummed_json import digest
 from tensorkeep.state.leaf import side_stream
 from tensorkeep.storage import parallel, storage_of
 from tensorkeep.storage.base import OutputFile
@@ -27,10 +27,6 @@ from tensorkeep.storage.buffers import ALIGNMENT, Buffer, BufferPool, aligned_co
 from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import Cancellation, Meter, Order, Pace
 from tensorkeep.storage.store_commit import object_name
-
-# Bytes that are hashed right after they were copied, while they are still in the core's cache.
-_HASH_BYTES = 1024**2
-
 
 # The raw bytes of a task.
 
@@ -64,32 +60,6 @@ def stage(blocks: list[Block], buffer: Bytes) -> None:
             np.copyto(buffer[place], raw[block.start : block.stop])
 
 
-class HashedInput:
-    """The raw bytes of a block, each read once and hashed; see `tensorkeep.codecs.base.BlockInput`."""
-
-    def __init__(self, copy_buffer: Bytes | None, *, wide: bool) -> None:
-        # The state may change during a save. Every byte is therefore copied first, and the copy is hashed and coded:
-        # the checksum always matches the stored bytes. None if nothing changes the block.
-        self.copy_buffer = copy_buffer
-        self._hasher: Hasher = new_hasher(wide=wide)
-
-    def read(self, piece: Bytes) -> Bytes:
-        if self.copy_buffer is None:
-            self.hash(piece)
-            return piece
-        copy = self.copy_buffer[: piece.size]
-        for at in range(0, piece.size, _HASH_BYTES):
-            np.copyto(copy[at : at + _HASH_BYTES], piece[at : at + _HASH_BYTES])
-            self.hash(copy[at : at + _HASH_BYTES])
-        return copy
-
-    def hash(self, piece: Bytes) -> None:
-        self._hasher.update(piece)
-
-    def hexdigest(self) -> str:
-        return self._hasher.hexdigest()
-
-
 def copy_and_hash(block: Block, out: Bytes, *, wide: bool) -> str:
     raw = block.leaf.source.host_bytes()
     if raw is None:
@@ -121,10 +91,7 @@ class EncodedBlock(NamedTuple):
 
 
 def find_codec(compression: str) -> Codec | None:
-    """Return the codec that a save names; None for ``"lossless"``, which chooses a codec for every block.
-
-    Raises UsageError if the compression is unknown.
-    """
+    """Return the codec that a save names; None for ``"lossless"``, which chooses a codec for every block."""
     if compression == "lossless":
         return None
     if compression == "none":
@@ -136,12 +103,9 @@ def find_codec(compression: str) -> Codec | None:
 
 
 def encode(
-    raw: Bytes, block: Block, codec: Codec | None, out: Bytes, data: BlockInput | None = None
+    raw: Bytes, block: Block, codec: Codec | None, out: Bytes, data: HashedInput | None = None
 ) -> tuple[str, int]:
-    """Code a block with a codec, or with the codec that the probe chooses; store it raw if that is not longer.
-
-    ``data`` does not hash what is stored raw. Return the codec's name, and the length at the front of ``out``.
-    """
+    """Code a block to the front of ``out``, or store it raw, which ``data`` does not hash; return codec and length."""
     dtype = block.leaf.source.dtype
     if codec is None:
         return probe.encode(raw, dtype, out, data)
@@ -188,19 +152,7 @@ class WriteContext:
 
 
 class DataFile(ABC):
-    """One data file, or object of a store, that is being written; `finish` sets the last four attributes.
-
-    Attributes
-    ----------
-    name : str
-        The plan's file name after the prefix, with the id of the save.
-    records : dict of (str, int) to BlockRecord
-        The blocks written so far.
-    header_size : int
-        Bytes of the header, a multiple of 4096; 0 without a header.
-    size, header_digest, offsets, direct
-        The file's bytes, the header's xxh3-64, the first byte of every tensor by key, whether writes were direct.
-    """
+    """One data file, or object of a store, that is being written; see `finish`."""
 
     # Whether the header is known before the data. An object of a store has a header only then.
     header_comes_first: ClassVar[bool]
@@ -210,13 +162,16 @@ class DataFile(ABC):
         self.name = object_name(prefix + plan.name, context.save_id)
         self._storage = storage_of(directory)
         self.tasks = tasks_of(plan)
+        # The blocks written so far.
         self.records: dict[BlockKey, BlockRecord] = {}
         # An object is written from front to back, so its header cannot be written last.
         has_header = self.header_comes_first or not self._storage.writes_in_order
+        # A multiple of 4096; 0 without a header.
         self.header_size = len(self._header(self._longest_description(), None)) if has_header else 0
+        # `finish` sets these.
         self.header_digest = ""
         self.size = self.header_size + plan.raw_bytes
-        self.offsets: dict[str, int] = {}
+        self.offsets: dict[str, int] = {}  # the first byte of every tensor, by key
         self.direct = True
         self._path = directory / self.name
         self._context = context
@@ -256,10 +211,7 @@ class DataFile(ABC):
         return self._storage.buffer_bytes(self._most_bytes)
 
     def write_task(self, number: int, take: StagedTask | None = None) -> None:
-        """Write the blocks of a task, or the copy that ``take`` returns, which is then released.
-
-        Tasks start in order and each runs once. The last one makes the file durable.
-        """
+        """Write the blocks of a task, or the staged copy that ``take`` returns; the last task finishes the file."""
         staged = take() if take else None
         try:
             self._write(number, staged)
@@ -321,11 +273,7 @@ def write_files(
     take: Callable[[int], Buffer] | None = None,
     delta: bool = False,
 ) -> None:
-    """Write data files from many threads, fewer if the pool's budget is too small; each is durable on return.
-
-    ``take`` returns the staged copy of a task, by its number among the tasks of all files. With ``delta``, blocks may
-    be stored as differences, which takes more memory.
-    """
+    """Write data files from many threads; ``take`` returns the staged copy of a task, numbered over all files."""
     try:
         tasks: list[Callable[[], None]] = []
         for file in files:
@@ -457,7 +405,10 @@ class CompressedFile(DataFile):
         blocks = self.tasks[number]
         is_last = number == len(self.tasks) - 1
         # A stored block is never longer than the raw one, but codecs may need more space while they work.
-        coded_bytes = round_up(bytes_of(blocks) + max(_slack(block.nbytes, self._context.codec) for block in blocks))
+        bound = probe.bound if self._context.codec is None else self._context.codec.bound
+        coded_bytes = round_up(
+            bytes_of(blocks) + max(bound(block.nbytes) - block.nbytes for block in blocks) + ALIGNMENT
+        )
         # Raw bytes that are not staged are read here, or copied before they are read a second time: they may change.
         copy_bytes = 0 if staged else round_up(max(block.nbytes for block in blocks))
         other_bytes = copy_bytes + self._scratch_bytes(blocks)
@@ -521,12 +472,5 @@ class CompressedFile(DataFile):
     def _store(
         self, block: Block, raw: Bytes, copy_buffer: Bytes | None, out: Bytes, scratch: Bytes
     ) -> EncodedBlock | None:
-        """Code one block to the front of ``out``; None if the block is not stored in this file.
-
-        If ``copy_buffer`` is given, other threads may change ``raw``.
-        """
+        """Code one block to the front of ``out``, None if another file has it; copy ``raw`` first if it may change."""
         return encode_and_hash(block, raw, copy_buffer, self._context.codec, out, wide=self._context.wide)
-
-
-def _slack(nbytes: int, codec: Codec | None) -> int:
-    return (probe.bound(nbytes) if codec is None else codec.bound(nbytes)) - nbytes + ALIGNMENT

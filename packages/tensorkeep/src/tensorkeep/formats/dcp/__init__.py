@@ -6,8 +6,7 @@ from pathlib import Path
 from tensorkeep.errors import UsageError
 from tensorkeep.formats import sidecar
 from tensorkeep.formats.base import Format, FormatOptions, OpenSettings, Reader, WriteResult, WriteSettings
-from tensorkeep.formats.dcp.metadata import FILE_NAME
-from tensorkeep.formats.dcp.reader import DcpFormatReader
+from tensorkeep.formats.dcp.reader import FILE_NAME, DcpFormatReader
 from tensorkeep.formats.torch_file.archive import begins_like_pickle
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat

@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from tensorkeep.errors import OutOfMemoryError, UnsupportedError, is_out_of_memory
 from tensorkeep.formats import sidecar
 from tensorkeep.formats.base import BLOCK_BYTES, Structure, WriteResult, WriteSettings
-from tensorkeep.formats.dcp.metadata import FILE_NAME, MARK
-from tensorkeep.formats.dcp.reader import stored_form
+from tensorkeep.formats.dcp.reader import FILE_NAME, MARK, stored_form
 from tensorkeep.formats.path_items import Item, items_of
 from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.formats.torch_file.writer import TorchStream, fills_its_storage

@@ -44,10 +44,7 @@ def is_ours(name: str) -> bool:
 
 
 def foreign_names(path: Path) -> list[str]:
-    """Return the names in the directory of a native checkpoint that do not belong to it.
-
-    Raises NotACheckpointError, StoreError if the manifest is missing or cannot be read.
-    """
+    """Return the names in the directory of a native checkpoint that do not belong to it."""
     names = names_in(path)
     # A damaged manifest lists nothing: then names are judged by their form.
     contents: ManifestContents | None = None

@@ -1,7 +1,4 @@
-"""Incremental saves: unchanged blocks of an earlier checkpoint are reused, changed ones may be differences.
-
-`BaseCheckpoint` finds the blocks, `SharedFiles` shares their files, and `IncrementalFile` stores the others.
-"""
+"""Incremental saves: unchanged blocks of an earlier checkpoint are reused, changed ones may be differences."""
 
 import os
 import random
@@ -18,19 +15,13 @@ import numpy as np
 
 from tensorkeep.closing import Closing
 from tensorkeep.codecs import probe, zstd
-from tensorkeep.codecs.base import CODECS
-from tensorkeep.errors import (
-    CorruptCheckpointError,
-    NotACheckpointError,
-    PathLike,
-    StoreError,
-    UnsupportedError,
-)
+from tensorkeep.codecs.base import CODECS, HashedInput
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, StoreError, UnsupportedError
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.header import SMALLEST_DIFFERENCE, Description, describe, describe_longest
 from tensorkeep.formats.blockfile.plan import Block, BlockKey, BlockRecord, Cuts, FilePlan, TensorBox, coded_name
 from tensorkeep.formats.blockfile.read import StoredBlock, digest_as, scratch_bytes
-from tensorkeep.formats.blockfile.write import CompressedFile, EncodedBlock, HashedInput, WriteContext, encode
+from tensorkeep.formats.blockfile.write import CompressedFile, EncodedBlock, WriteContext, encode
 from tensorkeep.formats.boxes import box_of, intersection
 from tensorkeep.formats.checksummed_json import digest
 from tensorkeep.formats.native import manifest as manifests
@@ -75,8 +66,7 @@ class DifferenceBase(NamedTuple):
 class BaseCheckpoint(Closing):
     """An open earlier checkpoint that a save takes unchanged blocks from; a context manager.
 
-    ``sources`` are the tensors or boxes that the new save writes, cut by ``cuts``. ``obstacle`` is the first reason why
-    not everything could be used. Raises the errors of `OpenFiles`.
+    ``sources`` are the tensors or boxes of the new save. ``obstacle`` is the first reason why not everything was used.
     """
 
     def __init__(
@@ -135,10 +125,7 @@ class BaseCheckpoint(Closing):
                     self._cells[cell] = block, place.renumbered(self._opened.numbers[rank])
 
     def share_with(self, directory: Path, own_files: int, *, ranks: int = 1) -> bool:
-        """Make the files with reusable blocks part of a new checkpoint; return whether there is any.
-
-        ``own_files`` is the number of data files that this process writes itself.
-        """
+        """Make the files with reusable blocks part of a new checkpoint; return whether there is any."""
         if self.obstacle is not None:
             return False
         remote = storage_of(directory).remote or storage_of(self._opened.path).remote
@@ -199,10 +186,7 @@ class BaseCheckpoint(Closing):
         return DifferenceBase(records[first:], undigested, place.age + 1)
 
     def read(self, base: DifferenceBase, block: Block, out: Bytes, scratch: Bytes) -> bool:
-        """Fill ``out`` with the raw bytes of a base; return False if that fails.
-
-        ``scratch`` has the `scratch_bytes` of ``base.stored``.
-        """
+        """Fill ``out`` with the raw bytes of a base, by `scratch_bytes` of ``scratch``; return False if that fails."""
         expected = base.records[0].raw
         try:
             self._opened.blocks.decode(base.stored, block.leaf.source.dtype, out, scratch)
@@ -263,18 +247,9 @@ def _worth_keeping(records: list[FileRecord], live: dict[int, int]) -> list[int]
 
 
 def open_base(
-    path: PathLike | None,
-    settings: OpenSettings,
-    sources: Iterable[Source],
-    cuts: Cuts,
-    *,
-    delta: bool,
-    optional: bool,
+    path: PathLike | None, settings: OpenSettings, sources: Iterable[Source], cuts: Cuts, *, delta: bool, optional: bool
 ) -> tuple[BaseCheckpoint | None, str | None]:
-    """Return the opened base of a save, or the reason why it cannot be used; neither if there is no base.
-
-    Raises NotACheckpointError if the path holds no checkpoint, unless it is ``optional``.
-    """
+    """Return the opened base of a save, or the reason why it cannot be used; neither if there is no base."""
     if path is None:
         return None, None
     try:
@@ -312,11 +287,7 @@ class SharedFiles(ABC):
         """Share a file; return None, or the reason why it cannot be shared."""
 
     def finish(self, used: Container[int], first: int) -> tuple[list[FileRecord], dict[int, int]]:
-        """Forget the files that are not used, and make sure that the others remain.
-
-        Return the records of the used files, and their new numbers, from ``first`` on, by file number in the earlier
-        checkpoint. Raises CorruptCheckpointError or StoreError if a file was changed or removed meanwhile.
-        """
+        """Forget unused files, and return the records of the others with their new numbers, by number in the base."""
         self._settle(used)
         records: list[FileRecord] = []
         numbers: dict[int, int] = {}
@@ -360,10 +331,7 @@ class References(SharedFiles):
 
 
 class Links(SharedFiles):
-    """Hard links in a new checkpoint's directory to the files of an open earlier one.
-
-    If the directory is ``shared``, other ranks link files into it at the same time, by the same names.
-    """
+    """Hard links to the files of an earlier checkpoint; other ranks may link into the same (``shared``) directory."""
 
     def __init__(self, opened: OpenFiles, directory: Path, *, shared: bool = False) -> None:
         super().__init__(opened, directory)
@@ -566,11 +534,7 @@ def _samples(raw: Bytes, raw_digest: str) -> Iterator[Bytes]:
 def locations(
     keys: Sequence[BlockKey], offset: int, number: int, file: IncrementalFile, numbers: dict[int, int]
 ) -> tuple[list[BlockRecord], list[BlockLocation]]:
-    """Return the blocks of a leaf and their locations, which are empty if the blocks follow one another.
-
-    ``number`` is the number of the file, and ``offset`` is where the leaf begins in it. ``numbers`` maps the file
-    numbers of the base to the numbers in the new checkpoint.
-    """
+    """Return the blocks of a leaf and their locations, which are empty if the blocks follow one another."""
     blocks: list[BlockRecord] = []
     places: list[BlockLocation] = []
     for key in keys:

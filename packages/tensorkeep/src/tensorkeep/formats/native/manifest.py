@@ -1,7 +1,4 @@
-"""The JSON files of a native checkpoint: their records, and their rules. Nothing in them is trusted.
-
-``docs/reference/native-format.md`` specifies the format.
-"""
+"""The JSON files of a native checkpoint (``docs/reference/native-format.md``). Nothing in them is trusted."""
 
 import re
 from collections import Counter
@@ -21,7 +18,7 @@ from tensorkeep.formats.base import AliasRecord, PartKey, StepRecord
 from tensorkeep.formats.blockfile.plan import MAX_BLOCK_BYTES, BlockRecord, ByteCuts, Cuts, Grid, TensorBox
 from tensorkeep.formats.boxes import find_flaw
 from tensorkeep.formats.checksummed_json import Body, Content
-from tensorkeep.formats.decoding import MAX_HEADER_BYTES
+from tensorkeep.formats.decoding import MAX_HEADER_BYTES, missing_as
 from tensorkeep.paths import StorePath
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.leaf import MOST_DIMENSIONS, Source
@@ -378,10 +375,7 @@ class Fragments(NamedTuple):
 
 
 def read(directory: Directory) -> Manifest | Root:
-    """Read the manifest of a checkpoint and check its rules, but not the fragments.
-
-    Raises NotACheckpointError if it does not exist; otherwise the errors of `parse`.
-    """
+    """Read the manifest of a checkpoint and check its rules, but not the fragments; NotACheckpointError without one."""
     return parse(_content(directory), directory.path / FILE_NAME)
 
 
@@ -396,29 +390,20 @@ def read_outline(directory: Directory, name: str = FILE_NAME) -> Outline:
 
 
 def parse(content: bytes, path: Path) -> Manifest | Root:
-    """Return the manifest in the bytes of a file that was read, or that will be written.
-
-    Raises CorruptCheckpointError if it breaks a rule; UnsupportedError if a later version wrote it.
-    """
+    """Return the manifest in the bytes of a file that was read, or that will be written."""
     try:
         manifest = _decoded(_MANIFEST_DECODER, content, path)
     except CorruptCheckpointError:
         # The tensors of a root have no blocks, so a root does not decode as a manifest.
-        if not _is_root(content):
-            raise
-        return parse_root(content, path)
+        with suppress(msgspec.DecodeError, RecursionError):
+            if PIECES in _VERSION_DECODER.decode(content).body.features:
+                return parse_root(content, path)
+        raise
     if PIECES in manifest.features:  # a state without tensors decodes as either
         return parse_root(content, path)
     _check_tensors(manifest, path)
     check_fragment(manifest.fragment(), path, {leaf.name: leaf for leaf in manifest.leaves})
     return manifest
-
-
-def _is_root(content: bytes) -> bool:
-    try:
-        return PIECES in _VERSION_DECODER.decode(content).body.features
-    except (msgspec.DecodeError, RecursionError):
-        return False
 
 
 def read_root(directory: Directory, name: str = FILE_NAME) -> Root:
@@ -453,10 +438,8 @@ def _decoded(decoder: msgspec.json.Decoder[Content[Body]], content: bytes, path:
 
 
 def _content(directory: Directory, name: str = FILE_NAME) -> bytes:
-    try:
+    with missing_as(NotACheckpointError("holds no manifest, so it is not a checkpoint", path=directory.path)):
         return checksummed_json.read_content(directory, name)
-    except NotACheckpointError as error:
-        raise NotACheckpointError("holds no manifest, so it is not a checkpoint", path=directory.path) from error
 
 
 def _check_version(body: dict[str, Any], path: Path) -> None:
@@ -555,12 +538,9 @@ def _read_fragment(
 
 def read_fragment_content(directory: Directory, name: str) -> bytes:
     """Return the bytes of a fragment, which has the right checksum; CorruptCheckpointError if it is missing."""
-    try:
+    text = "the manifest lists this fragment, but it is missing"
+    with missing_as(CorruptCheckpointError(text, path=directory.path / name)):
         return checksummed_json.read_content(directory, name)
-    except NotACheckpointError as error:
-        raise CorruptCheckpointError(
-            "the manifest lists this fragment, but it is missing", path=directory.path / name
-        ) from error
 
 
 def parse_fragment(content: bytes, path: Path, save: str, ranks: int, rank: int) -> Fragment:
@@ -568,12 +548,7 @@ def parse_fragment(content: bytes, path: Path, save: str, ranks: int, rank: int)
 
 
 def _parse_fragment(
-    content: bytes,
-    path: Path,
-    save: str,
-    ranks: int,
-    rank: int,
-    decoder: msgspec.json.Decoder[Content[FragmentT]],
+    content: bytes, path: Path, save: str, ranks: int, rank: int, decoder: msgspec.json.Decoder[Content[FragmentT]]
 ) -> FragmentT:
     try:
         fragment = decoder.decode(content).body

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError
+from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Problem, Reader, StoredLeaf, Structure
 from tensorkeep.formats.blockfile.plan import BlockRecord, TensorBox
@@ -27,7 +27,8 @@ from tensorkeep.formats.boxes import (
     relative,
     words,
 )
-from tensorkeep.formats.model_folder import notes_on_folder, unused_files
+from tensorkeep.formats.decoding import missing_as
+from tensorkeep.formats.model_folder import add_unused
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.manifest import WIDE_DIGESTS, BlockLocation, FileRecord, Root, TensorDescription
 from tensorkeep.state.dtypes import BY_NAME
@@ -39,12 +40,7 @@ from tensorkeep.storage.direct_io import Bytes, store_errors
 
 
 class OpenFiles:
-    """The open files of a native checkpoint, in the order of the manifest; to be closed.
-
-    Raises NotACheckpointError if the path has no manifest; CorruptCheckpointError if the manifest breaks a rule, or a
-    file is missing or has another size; UnsupportedError if a later version wrote it; StoreError if the operating
-    system refuses access.
-    """
+    """The open files of a native checkpoint, in the order of the manifest, with checked sizes; to be closed."""
 
     def __init__(self, path: Path, settings: OpenSettings) -> None:
         self.path = path
@@ -81,10 +77,8 @@ class OpenFiles:
             raise
 
     def _open_file(self, record: FileRecord, *, page_cache: bool) -> SourceFile:
-        try:
+        with missing_as(missing_file(self.directory.path_of(record.name))):
             file = self.directory.open(record.name, follow_links=False, page_cache=page_cache, one_of=len(self.records))
-        except NotACheckpointError as error:
-            raise missing_file(self.directory.path_of(record.name)) from error
         if file.size != record.bytes:
             # The rules of the manifest hold for this size only: block offsets were checked against it.
             file.close()
@@ -168,10 +162,7 @@ class NativeReader(Reader):
         self.details = _details(opened, locations, self._cuts.most_bytes)
         # To list a store is a request more, and shows what other saves have left there, too.
         if not storage_of(self.path).remote:
-            used = {*opened.manifest_names, *self.details["files"]}
-            if unused := unused_files(self.path, used):
-                self.details["unused_files"] = unused
-                self.notes = [*notes_on_folder(self.path, unused)]
+            add_unused(self, self.path, {*opened.manifest_names, *self.details["files"]})
 
     def _buffers(self, is_delta: bool) -> int:
         if not isinstance(self._opened.manifest, Root):

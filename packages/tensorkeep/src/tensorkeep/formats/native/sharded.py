@@ -1,7 +1,4 @@
-"""The root manifest of a checkpoint that many ranks write, and saves that rank 0 did not finish.
-
-Rank 0 writes the plan of a save before any rank writes data, and the root at the end.
-"""
+"""The root manifest of a checkpoint that many ranks write, and saves that rank 0 did not finish."""
 
 import logging
 import os
@@ -54,11 +51,7 @@ _PLAN_DECODER = json_decoder(checksummed_json.Content[SavePlan])
 def plan_root(
     flat: Flat[Source], settings: WriteSettings, *, save: str, ranks: int, layouts: Mapping[str, str] | None = None
 ) -> manifests.Root:
-    """Return the root of a save, without its fragments.
-
-    ``flat`` is the merged state of all ranks: its leaves have the shapes of the full tensors, and are not read.
-    ``layouts`` says in words how tensors are sharded.
-    """
+    """Return the root of a save without its fragments; ``flat`` is the merged state of all ranks, and is not read."""
     texts = layouts or {}
     leaves = [
         manifests.ShardedTensor(name, *flat.parts[name], leaf.dtype.name, tuple(leaf.shape), texts.get(name, ""))
@@ -110,10 +103,7 @@ def _read_plan(directory: Directory) -> SavePlan | None:
 
 
 def write_root(directory: Path, plan: manifests.Root, reports: Sequence[manifests.FragmentReport]) -> int:
-    """Write the manifest of a save that has durable fragments, and remove all other files; return its bytes.
-
-    Raises the errors of `root_content`; StoreError if the operating system refuses.
-    """
+    """Write the manifest of a save that has durable fragments, and remove all other files; return its bytes."""
     path = directory / manifests.FILE_NAME
     content = root_content(path, plan, reports)
     # Written before the others are removed: if rank 0 dies in between, the plan is still there to finish the save.
@@ -128,10 +118,7 @@ def write_root(directory: Path, plan: manifests.Root, reports: Sequence[manifest
 
 
 def root_content(path: Path, plan: manifests.Root, reports: Sequence[manifests.FragmentReport]) -> bytes:
-    """Return the manifest of a save that has durable fragments.
-
-    Raises CorruptCheckpointError unless every rank has a report, and the boxes tile every tensor.
-    """
+    """Return the manifest of a save with durable fragments; CorruptCheckpointError unless they make up the state."""
     # The reports are believed: on a network file system, this host may not see the files of others yet.
     ordered = sorted(reports, key=lambda report: report.rank)
     if [report.rank for report in ordered] != list(range(plan.ranks)):
@@ -161,10 +148,7 @@ def _check_boxes(plan: manifests.Root, reports: Sequence[manifests.FragmentRepor
 
 
 def finish_saves(folder: Path) -> list[Path]:
-    """Finish or clear away every abandoned save of many ranks; return the checkpoints that it made visible.
-
-    The folder may be missing. Raises StoreError if it cannot be listed.
-    """
+    """Finish or clear away every abandoned save of many ranks; return the checkpoints that it made visible."""
     with store_errors(folder, "look into the folder"):
         if not folder.is_dir():
             return []
@@ -173,10 +157,7 @@ def finish_saves(folder: Path) -> list[Path]:
 
 
 def finish_or_clear(temporary: Path) -> Path | None:
-    """Finish the save in an abandoned staging folder if all ranks had written, or remove the folder.
-
-    Return the checkpoint that it made visible, if any. A folder with a live writer, or of another user, is left alone.
-    """
+    """Finish an abandoned save if all ranks had written, or remove its folder; skip folders of live writers."""
     with store_errors(temporary, "look at the folder"):
         # Never through a link or in a folder of another user: what is in it would decide what is removed.
         if temporary.is_symlink() or not temporary.is_dir() or temporary.lstat().st_uid != os.geteuid():

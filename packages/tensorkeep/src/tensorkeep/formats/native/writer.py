@@ -13,37 +13,8 @@ from typing import Any, Protocol
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, PartKey, StagedWrite, WriteResult, WriteSettings
-from tensorkeep.formats.blockfile.plan import (
-    CODED_GRID,
-    CODED_SUFFIX,
-    INDEX_SUFFIX,
-    RAW_GRID,
-    SUFFIX,
-    Block,
-    BlockFileOptions,
-    BlockRecord,
-    ByteCuts,
-    Cuts,
-    FilePlan,
-    Grid,
-    LeafInFile,
-    blocks_of,
-    plan_files,
-    plan_shards,
-    tasks_of,
-)
-from tensorkeep.formats.blockfile.write import (
-    CompressedFile,
-    DataFile,
-    RawFile,
-    WriteContext,
-    bytes_per_thread,
-    find_codec,
-    index_content,
-    stage,
-    staging_bytes,
-    write_files,
-)
+from tensorkeep.formats.blockfile import plan as layout
+from tensorkeep.formats.blockfile import write as data_files
 from tensorkeep.formats.decoding import as_a_reader
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.directory import commit_to
@@ -61,7 +32,7 @@ from tensorkeep.version import __version__
 logger = logging.getLogger(__name__)
 
 
-class NativeOptions(BlockFileOptions, frozen=True):
+class NativeOptions(layout.BlockFileOptions, frozen=True):
     """The options of the native format.
 
     Attributes
@@ -92,12 +63,12 @@ class NativeOptions(BlockFileOptions, frozen=True):
 
 
 # The blocks of a leaf that was written: the fields of `StoredRecord`.
-StoredBlocks = tuple[int, int, list[BlockRecord], list[manifests.BlockLocation]]
+StoredBlocks = tuple[int, int, list[layout.BlockRecord], list[manifests.BlockLocation]]
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    files: list[DataFile]
+    files: list[data_files.DataFile]
     # The shared files come last.
     records: list[manifests.FileRecord]
     # File numbers among `records`, by file number in the base.
@@ -106,10 +77,10 @@ class WrittenFiles:
     base: PathLike | None
     refused: str | None
 
-    def leaves(self) -> Iterator[tuple[LeafInFile, StoredBlocks]]:
+    def leaves(self) -> Iterator[tuple[layout.LeafInFile, StoredBlocks]]:
         for number, file in enumerate(self.files):
             for leaf in file.plan.leaves:
-                keys = [block.key for block in blocks_of(leaf)]
+                keys = [block.key for block in layout.blocks_of(leaf)]
                 offset = file.offsets.get(leaf.key, 0)
                 if isinstance(file, IncrementalFile):
                     yield leaf, (number, offset, *locations(keys, offset, number, file, self.numbers))
@@ -138,12 +109,14 @@ class WrittenFiles:
 
 
 class NativeWrite(StagedWrite):
-    def __init__(self, plans: list[FilePlan], destination: Path, settings: WriteSettings, cuts: Cuts) -> None:
+    def __init__(
+        self, plans: list[layout.FilePlan], destination: Path, settings: WriteSettings, cuts: layout.Cuts
+    ) -> None:
         super().__init__(destination, settings)
         self._options = options = settings.options_as(NativeOptions)
         self._plans = plans
         self._cuts = cuts
-        self._codec = find_codec(settings.compression)
+        self._codec = data_files.find_codec(settings.compression)
         self._staging: Staging | None = None
         if options.delta and settings.compression != "lossless":
             raise UsageError(
@@ -152,11 +125,11 @@ class NativeWrite(StagedWrite):
             )
 
     @functools.cached_property
-    def _tasks(self) -> list[list[Block]]:
-        return [task for plan in self._plans for task in tasks_of(plan)]
+    def _tasks(self) -> list[list[layout.Block]]:
+        return [task for plan in self._plans for task in layout.tasks_of(plan)]
 
     def staging_bytes(self) -> int:
-        return sum(buffer_bytes(staging_bytes(blocks)) for blocks in self._tasks)
+        return sum(buffer_bytes(data_files.staging_bytes(blocks)) for blocks in self._tasks)
 
     def prepare(self, pool: BufferPool) -> None:
         self._staging = Staging(self._tasks, pool, self._cancellation)
@@ -175,13 +148,10 @@ class NativeWrite(StagedWrite):
     def _check_budget(self) -> None:
         if self._options.delta:
             # The first save has no base: without this check, only the second save would find a too small budget.
-            self._settings.pool.threads(1, bytes_per_thread(staged=self._staging is not None, delta=True))
+            self._settings.pool.threads(1, data_files.bytes_per_thread(staged=self._staging is not None, delta=True))
 
     def _write_data(self, directory: Path, *, save_id: str, ranks: int = 1) -> WrittenFiles:
-        """Write the blocks that the base does not have, and share the base's files with the others.
-
-        ``save_id`` is part of all file names unless it is empty.
-        """
+        """Write the blocks that the base lacks, and share its files with the others; names contain ``save_id``."""
         options = self._options
         # Asked as late as possible: the step before this one may only now be durable.
         path: PathLike | None = options.base() if callable(options.base) else options.base
@@ -204,9 +174,9 @@ class NativeWrite(StagedWrite):
             logger.info("not all unchanged blocks were taken from the base %s: %s", path, refused)
         return WrittenFiles(files, records + shared, numbers, path if used else None, refused)
 
-    def _write_files(self, directory: Path, base: BaseCheckpoint | None, save_id: str) -> list[DataFile]:
+    def _write_files(self, directory: Path, base: BaseCheckpoint | None, save_id: str) -> list[data_files.DataFile]:
         settings, options = self._settings, self._options
-        context = WriteContext(
+        context = data_files.WriteContext(
             settings.pool,
             Meter(sum(plan.raw_bytes for plan in self._plans), settings.progress),
             self._cancellation,
@@ -216,25 +186,25 @@ class NativeWrite(StagedWrite):
             codec=self._codec,
             save_id=save_id,
         )
-        files: list[DataFile]
+        files: list[data_files.DataFile]
         if base is not None:
             files = [IncrementalFile(directory, plan, context, base, delta=options.delta) for plan in self._plans]
         else:
-            kind = RawFile if settings.compression == "none" else CompressedFile
+            kind = data_files.RawFile if settings.compression == "none" else data_files.CompressedFile
             files = [kind(directory, plan, context) for plan in self._plans]
         take = self._staging.take if self._staging is not None else None
-        write_files(files, context, settings.threads, take=take, delta=base is not None and options.delta)
+        data_files.write_files(files, context, settings.threads, take=take, delta=base is not None and options.delta)
         return files
 
 
 def _suffix(settings: WriteSettings) -> str:
-    return SUFFIX if settings.compression == "none" else CODED_SUFFIX
+    return layout.SUFFIX if settings.compression == "none" else layout.CODED_SUFFIX
 
 
 class SingleProcessWrite(NativeWrite):
     def __init__(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> None:
-        plans = plan_files(flat, settings.options_as(NativeOptions).shard_bytes, suffix=_suffix(settings))
-        super().__init__(plans, destination, settings, ByteCuts(BLOCK_BYTES))
+        plans = layout.plan_files(flat, settings.options_as(NativeOptions).shard_bytes, suffix=_suffix(settings))
+        super().__init__(plans, destination, settings, layout.ByteCuts(BLOCK_BYTES))
         self._flat = flat
 
     def _write(self) -> WriteResult:
@@ -279,15 +249,17 @@ class SingleProcessWrite(NativeWrite):
         )
 
 
-def _write_indexes(directory: Path, files: Sequence[DataFile], save_id: str) -> Iterator[manifests.FileRecord]:
-    parts: dict[str, list[DataFile]] = {}
+def _write_indexes(
+    directory: Path, files: Sequence[data_files.DataFile], save_id: str
+) -> Iterator[manifests.FileRecord]:
+    parts: dict[str, list[data_files.DataFile]] = {}
     for file in files:
         parts.setdefault(file.plan.part, []).append(file)
     for shards in parts.values():
         # Tools that load a part from several files look for this index.
         if len(shards) > 1:
-            name = object_name(shards[0].name.rsplit("-00001-of-", 1)[0] + INDEX_SUFFIX, save_id)
-            content = index_content(shards)
+            name = object_name(shards[0].name.rsplit("-00001-of-", 1)[0] + layout.INDEX_SUFFIX, save_id)
+            content = data_files.index_content(shards)
             write_file(directory / name, content)
             yield manifests.FileRecord(name, len(content), len(content), checksummed_json.digest(content))
 
@@ -304,23 +276,14 @@ class SaveCoordinator(Protocol):
         """The number of ranks."""
 
     def begin(self) -> tuple[Path, str]:
-        """Wait until rank 0 has made the staging folder; return it and the name of the save.
-
-        In an object store, the folder is the prefix of the checkpoint itself.
-        """
+        """Wait for the staging folder, in an object store the checkpoint's prefix; return it, and the save's name."""
 
     def finish(self, report: manifests.FragmentReport) -> None:
-        """Report that this rank's files are durable, and wait until rank 0 has published the checkpoint.
-
-        Raises on every rank if one has failed.
-        """
+        """Wait until rank 0 has published the checkpoint. Raises on every rank if one has failed."""
 
 
 class ShardedWrite(NativeWrite):
-    """The writing of the boxes of one rank. The result of `run` counts the bytes of this rank.
-
-    ``parts`` has the part and the key of every tensor of the full state, so that all ranks name files alike.
-    """
+    """The writing of one rank's boxes; with the ``parts`` of the full state, all ranks name files alike."""
 
     def __init__(
         self,
@@ -330,12 +293,12 @@ class ShardedWrite(NativeWrite):
         settings: WriteSettings,
         coordinator: SaveCoordinator,
         *,
-        grid: Grid | None = None,
+        grid: layout.Grid | None = None,
     ) -> None:
-        self._grid = grid or (RAW_GRID if settings.compression == "none" else CODED_GRID)
+        self._grid = grid or (layout.RAW_GRID if settings.compression == "none" else layout.CODED_GRID)
         self._coordinator = coordinator
         shard_bytes = settings.options_as(NativeOptions).shard_bytes
-        plans = plan_shards(
+        plans = layout.plan_shards(
             shards, parts, shard_bytes, suffix=_suffix(settings), rank=coordinator.rank, grid=self._grid
         )
         super().__init__(plans, destination, settings, self._grid)
@@ -398,7 +361,7 @@ class ShardedWrite(NativeWrite):
 class Staging:
     """Copies of a state's blocks, made before the caller continues, in the order of the writes."""
 
-    def __init__(self, groups: list[list[Block]], pool: BufferPool, cancellation: Cancellation) -> None:
+    def __init__(self, groups: list[list[layout.Block]], pool: BufferPool, cancellation: Cancellation) -> None:
         self._groups = groups
         self._pool = pool
         # Shared with the writing, so that the failure of one ends the other.
@@ -419,9 +382,9 @@ class Staging:
         # In the order of the tasks, so that a state larger than the budget streams through the pool: the copying waits
         # for buffers that the writing releases, and never for one that a later task holds.
         with self._order.turn(number):
-            buffer = self._pool.acquire(staging_bytes(blocks), self._cancellation)
+            buffer = self._pool.acquire(data_files.staging_bytes(blocks), self._cancellation)
         try:
-            stage(blocks, buffer.array)
+            data_files.stage(blocks, buffer.array)
         except BaseException:
             buffer.release()
             raise

@@ -11,47 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError, UsageError
+from tensorkeep.formats import model_folder
 from tensorkeep.formats.base import BLOCK_BYTES, Format, OpenSettings, Reader, Structure, WriteResult, WriteSettings
 from tensorkeep.formats.blockfile import header
+from tensorkeep.formats.blockfile import plan as layout
+from tensorkeep.formats.blockfile import write as data_files
 from tensorkeep.formats.blockfile.header import METADATA_KEY, FileEncoding, Header, TensorRecord, parse
-from tensorkeep.formats.blockfile.plan import (
-    CODED_SUFFIX,
-    FRAMEWORK,
-    FRAMEWORK_KEY,
-    INDEX_SUFFIX,
-    SUFFIX,
-    BlockFileOptions,
-    FilePlan,
-    plan_files,
-)
 from tensorkeep.formats.blockfile.read import BlockReader, StoredTensor, lay_out, read_ahead
-from tensorkeep.formats.blockfile.write import (
-    CompressedFile,
-    DataFile,
-    RawFile,
-    WriteContext,
-    find_codec,
-    index_content,
-    write_files,
-)
 from tensorkeep.formats.decoding import MAX_HEADER_BYTES, decode_json_object
 from tensorkeep.formats.finding import check_not_other
-from tensorkeep.formats.model_folder import (
-    Index,
-    is_index,
-    is_part,
-    notes_on_folder,
-    open_shard,
-    read_index,
-    standard_weights,
-    unused_files,
-)
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.names import DEFAULT_PART, assign_names
 from tensorkeep.state.tree import Flat
 from tensorkeep.storage import file_mode, first_bytes, names_in, read_directory, storage_of
-from tensorkeep.storage.base import MANIFEST_NAME, Directory, PendingCommit, SourceFile
+from tensorkeep.storage.base import MANIFEST_NAME, Directory, SourceFile
 from tensorkeep.storage.direct_io import Bytes, write_small
 from tensorkeep.storage.local import LocalDirectory
 from tensorkeep.storage.parallel import Cancellation, Meter, Pace
@@ -70,7 +44,7 @@ def locate(path: Path) -> Path | None:
         return _locate_in(path)
     if not stat.S_ISREG(mode):
         return None
-    if path.name.endswith((SUFFIX, CODED_SUFFIX)) or is_index(path.name, SUFFIX):
+    if path.name.endswith((layout.SUFFIX, layout.CODED_SUFFIX)) or model_folder.is_index(path.name, layout.SUFFIX):
         return path
     return path if begins_like_safetensors(path) else None
 
@@ -88,11 +62,13 @@ def _locate_in(directory: Path) -> Path | None:
     if storage_of(directory).remote:
         # Without a manifest, objects with names of a native save belong to an unfinished one.
         names = [name for name in names if save_of(name) is None]
-    standard = standard_weights(directory, names)
+    standard = model_folder.standard_weights(directory, names)
     if standard is not None:
-        return directory / standard if standard.endswith((SUFFIX, INDEX_SUFFIX)) else None
-    indexes = [name for name in names if is_index(name, SUFFIX)]
-    found = indexes or [name for name in names if name.endswith((SUFFIX, CODED_SUFFIX)) and not is_part(name)]
+        return directory / standard if standard.endswith((layout.SUFFIX, layout.INDEX_SUFFIX)) else None
+    indexes = [name for name in names if model_folder.is_index(name, layout.SUFFIX)]
+    found = indexes or [
+        name for name in names if name.endswith((layout.SUFFIX, layout.CODED_SUFFIX)) and not model_folder.is_part(name)
+    ]
     # A folder may have the name of a file: a Zarr array has the name of its tensor. A link may lead nowhere.
     return directory / found[0] if len(found) == 1 and stat.S_ISREG(file_mode(directory / found[0])) else None
 
@@ -124,14 +100,14 @@ class SafetensorsReader(Reader):
             self.metadata |= found.header.metadata
         self.metadata.pop(METADATA_KEY, None)
         # By convention the library that wrote the file, and not metadata of the user.
-        framework = self.metadata.pop(FRAMEWORK_KEY, None)
+        framework = self.metadata.pop(layout.FRAMEWORK_KEY, None)
         # About single files, so a conversion does not copy it.
         self.written_by = {key: self.metadata.pop(key) for key in _OF_WRITER if key in self.metadata}
         self.details = {"files": {file.path.name: file.size for file in self._files}, "framework": framework}
         if self._unused:
             self.details["unused_files"] = self._unused
         if self._is_folder:
-            self.notes = [*self.notes, *notes_on_folder(path, self._unused)]
+            self.notes = [*self.notes, *model_folder.notes_on_folder(path, self._unused)]
 
     def _open(self, directory: Directory) -> list[_DataFile]:
         self._directory = directory
@@ -144,13 +120,17 @@ class SafetensorsReader(Reader):
             )
         # All files are opened now, so that a checkpoint that is replaced meanwhile is read as it was.
         with ExitStack() as opened:
-            index = read_index(directory, place) if is_index(place.name, SUFFIX) else None
+            index = (
+                model_folder.read_index(directory, place) if model_folder.is_index(place.name, layout.SUFFIX) else None
+            )
             if index is None:
                 self._files = [opened.enter_context(directory.open(place.name, page_cache=self._page_cache))]
             else:
                 wanted = index.keys_by_file()
                 self._files = [
-                    opened.enter_context(open_shard(directory, file, key, len(wanted), page_cache=self._page_cache))
+                    opened.enter_context(
+                        model_folder.open_shard(directory, file, key, len(wanted), page_cache=self._page_cache)
+                    )
                     for file, key in wanted.items()
                 ]
             headers = [(file, _header(file)) for file in self._files]
@@ -172,12 +152,16 @@ class SafetensorsReader(Reader):
         """Return the names in the folder that are not read; NotACheckpointError if they are a second checkpoint."""
         unused = [
             name
-            for name in unused_files(self.path, {file.path.name for file in self._files} | {place.name})
+            for name in model_folder.unused_files(self.path, {file.path.name for file in self._files} | {place.name})
             if save_of(name) is None
         ]
         # Other tools do not know an index of this name and would read the other file: either may be the checkpoint.
-        rivals = [name for name in unused if name.endswith(SUFFIX)]
-        if rivals and is_index(place.name, SUFFIX) and standard_weights(self.path, [place.name]) is None:
+        rivals = [name for name in unused if name.endswith(layout.SUFFIX)]
+        if (
+            rivals
+            and model_folder.is_index(place.name, layout.SUFFIX)
+            and model_folder.standard_weights(self.path, [place.name]) is None
+        ):
             raise NotACheckpointError(
                 f"holds two checkpoints: {place.name}, and {rivals[0]}, which the index does not list",
                 path=self.path,
@@ -185,7 +169,7 @@ class SafetensorsReader(Reader):
             )
         return unused
 
-    def _state(self, data: list[_DataFile], place: Path, index: Index | None) -> dict[str, StoredTensor]:
+    def _state(self, data: list[_DataFile], place: Path, index: model_folder.Index | None) -> dict[str, StoredTensor]:
         homes = {key: found for found in data for key in found.header.records}
         records = {key: found.header.records[key] for key, found in homes.items()}
         structures = [found for found in data if found.notes.structure is not None]
@@ -307,7 +291,7 @@ def _placeholder(name: str, record: TensorRecord) -> list[str]:
     return [name, what, 'leave out what cannot be read with select="*", or read it with the tool that wrote it']
 
 
-class SafetensorsOptions(BlockFileOptions, frozen=True):
+class SafetensorsOptions(layout.BlockFileOptions, frozen=True):
     """The options of the safetensors format.
 
     Attributes
@@ -318,7 +302,7 @@ class SafetensorsOptions(BlockFileOptions, frozen=True):
         Whether to write compressed tensors, which other tools read as tensors of uint8.
     """
 
-    framework: str | None = FRAMEWORK
+    framework: str | None = layout.FRAMEWORK
     force: bool = False
 
 
@@ -332,8 +316,8 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
             remedy=f"leave {destination.suffix} out",
         )
     # Refuses an unknown codec before anything is written.
-    codec = find_codec(settings.compression)
-    framework = {} if options.framework is None else {FRAMEWORK_KEY: options.framework}
+    codec = data_files.find_codec(settings.compression)
+    framework = {} if options.framework is None else {layout.FRAMEWORK_KEY: options.framework}
     metadata = _checked_metadata(framework | settings.metadata, destination)
     if single:
         # A limit above the size of the state gives one shard.
@@ -341,10 +325,13 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
         plans = [replace(plan, name=destination.name) for plan in _plans(flat, size, metadata)]
     else:
         plans = _plans(flat, options.shard_bytes, metadata)
-    with _commit_to(destination, single=single, overwrite=settings.overwrite) as commit:
+    replaceable = _is_replaceable_file if single else _is_replaceable_directory
+    with storage_of(destination).commit(
+        destination, directory=not single, overwrite=settings.overwrite, replaceable=replaceable
+    ) as commit:
         directory = commit.path.parent if single else commit.path
         cancellation = Cancellation()
-        context = WriteContext(
+        context = data_files.WriteContext(
             settings.pool,
             Meter(sum(plan.raw_bytes for plan in plans), settings.progress),
             cancellation,
@@ -352,13 +339,13 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
             direct=options.direct_io,
             codec=codec,
         )
-        kind = RawFile if settings.compression == "none" else CompressedFile
-        files: list[DataFile] = [kind(directory, plan, context) for plan in plans]
-        write_files(files, context, settings.threads)
+        kind = data_files.RawFile if settings.compression == "none" else data_files.CompressedFile
+        files: list[data_files.DataFile] = [kind(directory, plan, context) for plan in plans]
+        data_files.write_files(files, context, settings.threads)
         # The index lists tensors in the order of the state.
-        index = index_content(files, _flat_order(flat) or flat.leaves) if len(files) > 1 else b""
+        index = data_files.index_content(files, _flat_order(flat) or flat.leaves) if len(files) > 1 else b""
         if index:
-            write_small(directory / f"{DEFAULT_PART}{INDEX_SUFFIX}", index)
+            write_small(directory / f"{DEFAULT_PART}{layout.INDEX_SUFFIX}", index)
         commit.publish()
     stored_bytes = sum(file.size for file in files) + len(index)
     return WriteResult(
@@ -370,14 +357,7 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
 
 
 def _is_one_file(destination: Path) -> bool:
-    return destination.suffix.lower() in (SUFFIX, CODED_SUFFIX)
-
-
-def _commit_to(destination: Path, *, single: bool, overwrite: bool) -> PendingCommit:
-    replaceable = _is_replaceable_file if single else _is_replaceable_directory
-    return storage_of(destination).commit(
-        destination, directory=not single, overwrite=overwrite, replaceable=replaceable
-    )
+    return destination.suffix.lower() in (layout.SUFFIX, layout.CODED_SUFFIX)
 
 
 def _is_replaceable_file(path: Path) -> bool:
@@ -390,10 +370,10 @@ def _is_replaceable_directory(path: Path) -> bool:
     if place is None or not path.is_dir():
         return False
     names = {entry.name for entry in path.iterdir()}
-    if not place.name.endswith(INDEX_SUFFIX):
+    if not place.name.endswith(layout.INDEX_SUFFIX):
         return names == {place.name}
     with LocalDirectory(path) as directory:
-        return names <= {place.name, *read_index(directory, place).files.values()}
+        return names <= {place.name, *model_folder.read_index(directory, place).files.values()}
 
 
 def _checked_metadata(metadata: dict[str, Any], destination: Path) -> dict[str, str]:
@@ -409,12 +389,14 @@ def _checked_metadata(metadata: dict[str, Any], destination: Path) -> dict[str, 
     return metadata
 
 
-def _plans(flat: Flat[Source], shard_bytes: int | str | None, metadata: dict[str, str]) -> list[FilePlan]:
+def _plans(flat: Flat[Source], shard_bytes: int | str | None, metadata: dict[str, str]) -> list[layout.FilePlan]:
     if "__metadata__" in flat.leaves:
         raise UnsupportedError("safetensors reserves this name", name="__metadata__", remedy="rename the tensor")
     # All tensors by full name; the structure of the state is in the first file.
     whole = Flat(flat.skeleton, flat.leaves, {}, {name: (DEFAULT_PART, name) for name in flat.leaves})
-    plans = plan_files(whole, shard_bytes) or [FilePlan(f"{DEFAULT_PART}{SUFFIX}", DEFAULT_PART, ())]
+    plans = layout.plan_files(whole, shard_bytes) or [
+        layout.FilePlan(f"{DEFAULT_PART}{layout.SUFFIX}", DEFAULT_PART, ())
+    ]
     plans = [replace(plan, metadata=metadata) for plan in plans]
     order = _flat_order(flat)
     if order is None:
@@ -445,7 +427,7 @@ class SafetensorsFormat(Format):
 
     name = "safetensors"
     options = SafetensorsOptions
-    suffixes = (SUFFIX, CODED_SUFFIX)
+    suffixes = (layout.SUFFIX, layout.CODED_SUFFIX)
     writes_to_stores = True
 
     def recognises(self, path: Path) -> bool:
@@ -459,13 +441,13 @@ class SafetensorsFormat(Format):
         # Other tools would take the uint8 bytes of compressed tensors for weights.
         if (
             is_coded
-            and destination.suffix.lower() != CODED_SUFFIX
+            and destination.suffix.lower() != layout.CODED_SUFFIX
             and not settings.options_as(SafetensorsOptions).force
         ):
             raise UsageError(
                 "compressed tensors in a safetensors file are uint8 bytes to other tools, not weights",
                 path=destination,
-                remedy=f"leave the compression out, name the file {destination.stem}{CODED_SUFFIX}, or force it "
+                remedy=f"leave the compression out, name the file {destination.stem}{layout.CODED_SUFFIX}, or force it "
                 "(force=True)",
             )
         if not storage_of(destination).remote:
@@ -475,7 +457,7 @@ class SafetensorsFormat(Format):
             raise UnsupportedError(
                 "several safetensors files do not become visible at once in an object store",
                 path=destination,
-                remedy=f"name one file, such as {destination}{SUFFIX}; or {remedy}",
+                remedy=f"name one file, such as {destination}{layout.SUFFIX}; or {remedy}",
             )
         if is_coded:
             raise UnsupportedError(

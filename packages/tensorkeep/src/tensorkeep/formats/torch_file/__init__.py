@@ -1,7 +1,4 @@
-"""The format ``torch``: files of ``torch.save``, read without executing their pickles and written by torch.
-
-A folder with ``pytorch_model.bin``, or with an index of several such files, is read as well.
-"""
+"""The format ``torch``: files of ``torch.save``, read without executing their pickles and written by torch."""
 
 from pathlib import Path
 

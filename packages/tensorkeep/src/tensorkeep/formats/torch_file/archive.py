@@ -60,12 +60,9 @@ _CODE_FOLDER, _CONSTANTS, _CONSTANTS_FOLDER = "code/", "constants.pkl", "constan
 
 
 class TorchZip:
-    """The directory of a zip archive of ``size`` bytes that ``torch.save`` wrote.
+    """The directory of a zip archive that ``torch.save`` wrote, with the CRC-32 of all records except storages checked.
 
-    Opening checks the directory, and the CRC-32 of all records except storages. Raises CorruptCheckpointError if the
-    container is damaged or breaks the rules of what torch writes; UnsupportedError if it is encrypted, holds several
-    saves or comes from a big-endian machine; NotACheckpointError for another kind of file. If ``is_compressed``,
-    another tool packed the archive, no record is checked, and the caller reads the copy from `unpacked`.
+    If ``is_compressed``, another tool packed the archive, no record is checked, and the caller reads `unpacked`.
     """
 
     pickle: bytes
@@ -271,11 +268,7 @@ _QUANTISED = {"QInt32Storage": 4}
 
 
 class OldFile:
-    """A file of ``size`` bytes as torch before version 1.6 wrote it; has the methods of `TorchZip`.
-
-    Raises CorruptCheckpointError if the pickles are malformed or the file is too short; UnsupportedError for another
-    pickle, a big-endian machine, or more than one save.
-    """
+    """A file as torch before version 1.6 wrote it; has the methods of `TorchZip`."""
 
     # A row of pickles (magic number, version, system, state, keys of storages), then the storages one after another,
     # each behind its number of elements. There are no checksums and no alignment.
@@ -408,10 +401,8 @@ def is_torch_file(path: Path) -> bool:
         return False
     # Torch writes the pickle first, so the first bytes usually decide.
     name_end = _LOCAL_HEADER_BYTES + int.from_bytes(start[26:28], "little")
-    return start[_LOCAL_HEADER_BYTES:name_end].endswith(b"/data.pkl") or _lists_pickle(path)
-
-
-def _lists_pickle(path: Path) -> bool:
+    if start[_LOCAL_HEADER_BYTES:name_end].endswith(b"/data.pkl"):
+        return True
     try:
         with open_file(path) as source, stream_of(source) as stream, zipfile.ZipFile(stream) as file:
             return any(name.endswith("/data.pkl") for name in file.namelist())

@@ -54,10 +54,7 @@ def name_of(found: Any) -> str:
 
 
 def decode(content: bytes, allowed: Container[tuple[str, str]], what: str) -> Any:
-    """Decode a pickle that may name only ``allowed`` pairs of module and name; ``what`` is the subject of errors.
-
-    Raises ValueError if the pickle is malformed or larger than 1 GiB; UnsupportedError if it names another class.
-    """
+    """Decode a pickle that may name only ``allowed`` pairs of module and name; ``what`` is the subject of errors."""
     # Nearly every byte can make an object, so a pickle takes many times its length in memory.
     if len(content) > _MAX_BYTES:
         raise ValueError(f"a pickle of {len(content):,} bytes")
@@ -83,10 +80,7 @@ EMPTY_LIST LIST EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3
 
 
 class Recorder(pickle._Unpickler):
-    """Reads pickles from a binary stream, one with each call of `load`, and executes nothing.
-
-    The stream must refuse to read more bytes than it has: lengths in a pickle are not checked.
-    """
+    """Reads pickles from a stream that refuses to read beyond its end, one with each `load`; executes nothing."""
 
     # The C unpickler would allocate a memo as long as the largest index in the file; this one keeps a dict.
     pop_mark: Callable[[], list[Any]]
@@ -130,9 +124,6 @@ class Recorder(pickle._Unpickler):
         self.references.append(pid)
         return PersistentId(pid)
 
-    def _frame(self) -> None:
-        self.read(8)
-
     def _call(self) -> None:
         args, function = self.stack.pop(), self.stack.pop()
         self.stack.append(Call(function, _tuple(args)))
@@ -148,12 +139,6 @@ class Recorder(pickle._Unpickler):
             raise TypeError("attributes of a value that cannot have any")
         target.state = state
 
-    def _append(self) -> None:
-        self._extend([self.stack.pop()])
-
-    def _appends(self) -> None:
-        self._extend(self.pop_mark())
-
     def _extend(self, items: list[Any]) -> None:
         target: Any = self.stack[-1]
         if type(target) not in (list, Call):
@@ -164,9 +149,6 @@ class Recorder(pickle._Unpickler):
         value, key = self.stack.pop(), self.stack.pop()
         self._set([key, value])
 
-    def _set_items(self) -> None:
-        self._set(self.pop_mark())
-
     def _set(self, values: list[Any]) -> None:
         target: Any = self.stack[-1]
         if type(target) not in (Pairs, Call):
@@ -176,12 +158,6 @@ class Recorder(pickle._Unpickler):
     def _dict(self) -> None:
         values = self.pop_mark()
         self.stack.append(Pairs(zip(values[::2], values[1::2], strict=True)))
-
-    def _empty_dict(self) -> None:
-        self.stack.append(Pairs())
-
-    def _empty_set(self) -> None:
-        self.stack.append(Call(Global("builtins", "set"), ()))
 
     def _frozenset(self) -> None:
         items = self.pop_mark()  # replaces ``self.stack``, so it must come before ``self.stack.append``
@@ -195,20 +171,20 @@ class Recorder(pickle._Unpickler):
     # INST, OBJ and EXT are missing on purpose: they import and call classes.
     dispatch: ClassVar[dict[int, Any]] = {
         **{getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPCODES.split()},
-        pickle.FRAME[0]: _frame,
+        pickle.FRAME[0]: lambda self: self.read(8),
         # NEWOBJ calls `cls.__new__`, and is recorded like REDUCE.
         pickle.REDUCE[0]: _call,
         pickle.NEWOBJ[0]: _call,
         pickle.NEWOBJ_EX[0]: _call_with_keywords,
         pickle.BUILD[0]: _build,
-        pickle.APPEND[0]: _append,
-        pickle.APPENDS[0]: _appends,
-        pickle.ADDITEMS[0]: _appends,
+        pickle.APPEND[0]: lambda self: self._extend([self.stack.pop()]),
+        pickle.APPENDS[0]: lambda self: self._extend(self.pop_mark()),
+        pickle.ADDITEMS[0]: lambda self: self._extend(self.pop_mark()),
         pickle.SETITEM[0]: _set_item,
-        pickle.SETITEMS[0]: _set_items,
+        pickle.SETITEMS[0]: lambda self: self._set(self.pop_mark()),
         pickle.DICT[0]: _dict,
-        pickle.EMPTY_DICT[0]: _empty_dict,
-        pickle.EMPTY_SET[0]: _empty_set,
+        pickle.EMPTY_DICT[0]: lambda self: self.append(Pairs()),
+        pickle.EMPTY_SET[0]: lambda self: self.append(Call(Global("builtins", "set"), ())),
         pickle.FROZENSET[0]: _frozenset,
         pickle.BYTEARRAY8[0]: _bytearray,
     }

@@ -10,25 +10,11 @@ from typing import Any
 import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
+from tensorkeep.formats import model_folder
 from tensorkeep.formats.base import OpenSettings, Problem, Reader, StoredLeaf
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.mapped_file import FetchedFile, FetchedParts, MappedFile, map_file
-from tensorkeep.formats.model_folder import (
-    Index,
-    is_index,
-    notes_on_folder,
-    open_shard,
-    read_index,
-    standard_weights,
-    unused_files,
-)
-from tensorkeep.formats.torch_file.archive import (
-    Archive,
-    OldFile,
-    StorageCheck,
-    TorchZip,
-    begins_like_pickle,
-)
+from tensorkeep.formats.torch_file.archive import Archive, OldFile, StorageCheck, TorchZip, begins_like_pickle
 from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, count_values, load_untrusted
 from tensorkeep.state.aliases import Alias
 from tensorkeep.state.names import DEFAULT_PART
@@ -191,16 +177,20 @@ def locate(path: Path) -> Path | None:
     """Return the file or the index of a folder's torch weights, from names alone; an index is itself."""
     mode = file_mode(path)
     if stat.S_ISREG(mode):
-        return path if is_index(path.name, _SUFFIX) and first_bytes(path, 1) is not None else None
+        return path if model_folder.is_index(path.name, _SUFFIX) and first_bytes(path, 1) is not None else None
     if not stat.S_ISDIR(mode):
         return None
     # Names alone decide, because opening every file of a folder of shards takes long.
     names = names_in(path)
-    standard = standard_weights(path, names)
+    standard = model_folder.standard_weights(path, names)
     if standard is not None:
         return path / standard if standard.startswith("pytorch_model.") else None
-    indexes = [name for name in names if is_index(name, ".safetensors") or is_index(name, _SUFFIX)]
-    is_one = len(indexes) == 1 and is_index(indexes[0], _SUFFIX) and stat.S_ISREG(file_mode(path / indexes[0]))
+    indexes = [
+        name for name in names if model_folder.is_index(name, ".safetensors") or model_folder.is_index(name, _SUFFIX)
+    ]
+    is_one = (
+        len(indexes) == 1 and model_folder.is_index(indexes[0], _SUFFIX) and stat.S_ISREG(file_mode(path / indexes[0]))
+    )
     return path / indexes[0] if is_one else None
 
 
@@ -234,23 +224,20 @@ class TorchFolderReader(Reader):
             self.details["torchscript"] = script
         self.notes = [*self.notes, *(note for file in self._files for note in file.notes)]
         if stat.S_ISDIR(file_mode(path)):
-            unused = unused_files(path, {*self.details["files"], place.name})
-            if unused:
-                self.details["unused_files"] = unused
-            self.notes = [*self.notes, *notes_on_folder(path, unused)]
+            model_folder.add_unused(self, path, {*self.details["files"], place.name})
 
-    def _open(self, directory: Directory, *, place: Path, settings: OpenSettings) -> Index | None:
-        index = read_index(directory, place) if is_index(place.name, _SUFFIX) else None
+    def _open(self, directory: Directory, *, place: Path, settings: OpenSettings) -> model_folder.Index | None:
+        index = model_folder.read_index(directory, place) if model_folder.is_index(place.name, _SUFFIX) else None
         wanted = {place.name: ""} if index is None else index.keys_by_file()
         for name, key in wanted.items():
             # Reports a missing file as listed in the index, and not as a wrong path.
-            open_shard(directory, name, key, len(wanted)).close()
+            model_folder.open_shard(directory, name, key, len(wanted)).close()
         parts = FetchedParts(settings.pool.budget)
         self._files = [TorchReader(directory.path_of(name), settings, parts) for name in wanted]
         directory.close()
         return index
 
-    def _merge(self, index: Index) -> Flat[StoredLeaf]:
+    def _merge(self, index: model_folder.Index) -> Flat[StoredLeaf]:
         merged: dict[str, Any] = {}
         entries: dict[str, Any] = {}
         leaves: dict[str, StoredLeaf] = {}

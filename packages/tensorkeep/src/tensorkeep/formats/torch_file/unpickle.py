@@ -42,13 +42,7 @@ _NUMPY = {
 
 
 def allowed_names(allow: Allow | None) -> frozenset[str]:
-    """Return the full names of the classes that a caller allows; UsageError if one is not the name of a class.
-
-    "numpy" stands for everything that pickles of arrays and scalars call.
-
-    >>> sorted(allowed_names(["argparse.Namespace", dict]))
-    ['argparse.Namespace', 'builtins.dict']
-    """
+    """Return the full names of the classes that a caller allows; "numpy" stands for what arrays and scalars call."""
     given = () if allow is None else (allow,) if isinstance(allow, str | type) else tuple(allow)
     names = [f"{one.__module__}.{one.__qualname__}" if isinstance(one, type) else one for one in given]
     for name in names:
@@ -93,12 +87,7 @@ class Unpickled(NamedTuple):
 
 
 def load_untrusted(content: Bytes, archive: Archive, path: Path, allow: Collection[str] = ()) -> Unpickled:
-    """Return the state of a file.
-
-    Its tensors are views of ``content``, the bytes of the file; none of its code runs. Raises UnsupportedError if the
-    pickle names what runs programs or code, or has an unknown opcode; CorruptCheckpointError if it is damaged;
-    OutOfMemoryError if there is not enough memory.
-    """
+    """Return the state of a file; its tensors are views of ``content``, the file's bytes, and none of its code runs."""
     import torch
 
     whole = torch.from_numpy(content).untyped_storage()
@@ -199,10 +188,6 @@ def count_values(state: object, limit: int) -> int:
 
     A pickle of 60 lists that each contain the next one twice has 2**60 items. A container inside itself counts once.
 
-    Raises UnsupportedError if there are more than the limit.
-
-    Examples
-    --------
     >>> count_values({"a": [1, 2]}, 10)
     5
     """
@@ -601,16 +586,13 @@ def _with_values(make: Callable[..., Any]) -> _Rebuild:
     return lambda rebuilder, call, depth: make(*(rebuilder.value(each, depth + 1) for each in call.args))
 
 
-def _size(*lengths: Any) -> Any:
-    import torch
+def _of_torch(name: str) -> _Rebuild:
+    def make(*values: Any) -> Any:
+        import torch
 
-    return torch.Size(*lengths)
+        return getattr(torch, name)(*values)
 
-
-def _device(*arguments: Any) -> Any:
-    import torch
-
-    return torch.device(*arguments)
+    return _with_values(make)
 
 
 def _unreadable(what: str, remedy: str) -> _Rebuild:
@@ -631,8 +613,8 @@ _KNOWN: dict[str, _Rebuild] = {
     "_codecs.encode": StateRebuilder._bytes,
     _GETATTR: StateRebuilder._function,
     "copyreg._reconstructor": StateRebuilder._reconstructed,
-    "torch.Size": _with_values(_size),
-    "torch.device": _with_values(_device),
+    "torch.Size": _of_torch("Size"),
+    "torch.device": _of_torch("device"),
     f"{_UTILS}_tensor": StateRebuilder._tensor,
     f"{_UTILS}_tensor_v2": StateRebuilder._tensor,
     f"{_UTILS}_tensor_v3": StateRebuilder._tensor,
