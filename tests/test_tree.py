@@ -21,7 +21,7 @@ CODER = PACKAGES / "tensorkeep" / "src" / "coder"
 # modules of a first layer may import each other.
 ORDER = {
     "tensorkeep": """
-        errors units closing paths placeholder plugins settings structs supported version
+        errors units closing paths placeholder plugins structs supported version
         machine
         state
         codecs storage
@@ -39,6 +39,7 @@ ORDER = {
         t5x
     """,
     "chatgot": """
+        settings
         model optim
         config
         data

@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from chatgot.model.attention import Cache
 from chatgot.model.gpt import GPT
+from chatgot.settings import Count, NonNegative, Section
 from chatgot.step.train_step import evaluating
 from tensorkeep.errors import UsageError
-from tensorkeep.ext import Count, NonNegative, Section
 
 # Token ids of one prompt, or of several prompts of equal length.
 Prompt = Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.integer] | Tensor

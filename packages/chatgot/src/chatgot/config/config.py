@@ -14,19 +14,9 @@ from msgspec import Meta
 from chatgot.model.config import ModelConfig
 from chatgot.optim.optimizers import OptimConfig, ParameterGroup
 from chatgot.optim.schedules import ScheduleConfig
+from chatgot.settings import Count, Decay, Fraction, NonNegative, Section, Steps, merged, read_settings, variable_of
 from tensorkeep.errors import PathLike, UsageError
-from tensorkeep.ext import (
-    Count,
-    Decay,
-    Fraction,
-    NonNegative,
-    Section,
-    Steps,
-    merged,
-    read_settings,
-    read_toml,
-    variable_of,
-)
+from tensorkeep.ext.checkpoint import options
 
 # Prefix of the settings of groups of parameters, such as ``"optim.groups.embeddings.lr_factor"``.
 GROUPS = "optim.groups."
@@ -399,7 +389,7 @@ def given_settings(
 
 
 def _from_file(file: Path, known: Collection[str]) -> dict[str, Any]:
-    tables = read_toml(file)
+    tables = options.named_tables(file)
     # A value outside of a table is an option of the command.
     table = {name: value for name, value in tables.get("train", {}).items() if isinstance(value, dict)}
     settings = flat(with_current_names(table))

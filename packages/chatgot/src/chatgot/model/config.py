@@ -5,8 +5,8 @@ from typing import Literal, Self
 
 import msgspec
 
+from chatgot.settings import Count, Decay, Positive, Section, Steps
 from tensorkeep.errors import UsageError
-from tensorkeep.ext import Count, Decay, Positive, Section, Steps
 
 Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu"]
 # Activations that multiply two projections of the input (Shazeer, arXiv 2002.05202).

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from chatgot.model.config import ModelConfig
 from chatgot.model.gpt import GPT
+from chatgot.settings import Positive, read_settings
 from tensorkeep.errors import CorruptCheckpointError, StateMismatchError, UnsupportedError, UsageError
-from tensorkeep.ext import Positive, prepared, read_settings
+from tensorkeep.ext import prepared
 
 Document = Mapping[str, Any]
 # For each tensor of a `GPT`: its name, the names in transformers of its parts, and whether these are transposed.

@@ -11,8 +11,8 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from chatgot.optim.muon import Muon
+from chatgot.settings import Decay, NonNegative, Positive, Section
 from tensorkeep.errors import UsageError, first_line
-from tensorkeep.ext import Decay, NonNegative, Positive, Section
 
 # The optimizers of a run by name; a training step steps all optimizers.
 Optimizers = dict[str, torch.optim.Optimizer]

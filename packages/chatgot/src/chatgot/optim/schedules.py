@@ -7,8 +7,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
 
+from chatgot.settings import Count, Fraction, Section, Steps
 from tensorkeep.errors import UsageError
-from tensorkeep.ext import Count, Fraction, Section, Steps
 
 # The fraction of the test over which the loss is smoothed: less is noisy, more notices a rise too late.
 _SMOOTHED_OVER = 0.05

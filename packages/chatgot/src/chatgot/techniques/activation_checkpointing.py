@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from chatgot.model.gpt import TransformerBlock
+from chatgot.settings import Count
 from chatgot.techniques.base import MemoryEffects, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import count_calls
-from tensorkeep.ext import Count
 
 # Operators with results that a selective checkpoint keeps: matmuls take most of the time.
 _KEPT = [

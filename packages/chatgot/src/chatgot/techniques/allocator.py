@@ -8,8 +8,8 @@ import msgspec
 import torch
 from msgspec import Meta
 
+from chatgot.settings import Fraction
 from chatgot.techniques.base import Machine, Proof, Section, StepState, Technique, Verification
-from tensorkeep.ext import Fraction
 
 # torch reads the second variable, an older name, if the first is not set.
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

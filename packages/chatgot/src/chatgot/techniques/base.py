@@ -15,9 +15,10 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from chatgot.config.config import Config
+from chatgot.settings import Section
 from chatgot.step.state import StepState
 from tensorkeep.errors import TechniqueNotActiveError
-from tensorkeep.ext import Registry, Section
+from tensorkeep.ext import Registry
 
 # What the file of a technique needs, in one import.
 __all__ = ["REPORT", "Config", "Machine", "MemoryEffects", "Proof", "Section", "StepState", "Technique", "Verification"]

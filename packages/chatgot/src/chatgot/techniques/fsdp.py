@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+from chatgot.settings import Steps
 from chatgot.techniques.base import Proof, Section, StepState, Verification
 from chatgot.techniques.distributed import (
     REPLICATE,
@@ -21,7 +22,7 @@ from chatgot.techniques.distributed import (
     sharded_parameters,
 )
 from chatgot.techniques.observe import observe_operation
-from tensorkeep.ext import Steps, format_bytes
+from tensorkeep.ext import format_bytes
 
 
 class FsdpSettings(Section, frozen=True):

@@ -11,10 +11,10 @@ import msgspec
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from chatgot.optim.schedules import learning_rate_factor
+from chatgot.settings import Count, Fraction, Positive
 from chatgot.techniques.base import Config, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import hooked
 from tensorkeep.errors import UsageError
-from tensorkeep.ext import Count, Fraction, Positive
 
 # The relative rounding error of a learning rate in float32.
 _SAME_RATE = 1e-6

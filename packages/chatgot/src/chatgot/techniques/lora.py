@@ -8,9 +8,9 @@ from torch import Tensor
 
 from chatgot.model.layers import ADAPTER_B, is_adapter
 from chatgot.optim.optimizers import weights_of
+from chatgot.settings import Count, Positive
 from chatgot.techniques.base import Config, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import count_updates, fingerprint
-from tensorkeep.ext import Count, Positive
 
 
 class LoraSettings(Section, frozen=True):

@@ -13,13 +13,13 @@ from chatgot.model.attention import Cache
 from chatgot.model.gpt import GPT, token_loss
 from chatgot.model.layers import RotaryPositions
 from chatgot.optim.optimizers import WeightAverage, weights_of
+from chatgot.settings import Count
 from chatgot.step.world import World
 from chatgot.techniques.base import Proof, Section, StepState, Verification
 from chatgot.techniques.distributed import FunctionModule, ParallelTechnique, fill_parameters, update_parameters
 from chatgot.techniques.observe import count_calls
 from chatgot.techniques.wrapped_batches import WrappedBatches, with_loop
 from tensorkeep.errors import UsageError
-from tensorkeep.ext import Count
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _ALL_BLOCKS = "its activity check needs every block, but each process has only some"

@@ -6,11 +6,11 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from chatgot.data.batches import Batch, BatchSource
+from chatgot.settings import Count
 from chatgot.techniques.base import Config, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import observe_inputs, record_inputs
 from chatgot.techniques.wrapped_batches import WrappedBatches
 from tensorkeep.errors import UsageError
-from tensorkeep.ext import Count
 
 _SUM_TOLERANCE = 1e-6
 

@@ -8,13 +8,13 @@ from typing import Any, get_args, get_origin
 import msgspec
 
 from chatgot.config.config import TECHNIQUES, Config
+from chatgot.settings import read_settings
 from chatgot.step.device import chosen_device
 from chatgot.step.state import checked_at_once
 from chatgot.step.world import World
 from chatgot.techniques.base import TECHNIQUE_CLASSES, Changed, Machine, MemoryEffects, Proof, StepState, Technique
 from chatgot.techniques.observe import plain_rows_computed
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
-from tensorkeep.ext import read_settings
 
 # A for speed, B for memory with long contexts, C for memory alone.
 COMBINATIONS: dict[str, tuple[str, ...]] = {

@@ -17,11 +17,11 @@ from torch.distributed.tensor.parallel import (
 from chatgot.model.attention import Cache
 from chatgot.model.config import ModelConfig
 from chatgot.model.gpt import GPT
+from chatgot.settings import Steps
 from chatgot.techniques.base import Proof, Section, StepState, Verification
 from chatgot.techniques.distributed import TENSOR, ParallelTechnique, ShardingTechnique, mesh_of
 from chatgot.techniques.observe import observe_outputs
 from tensorkeep.errors import UsageError
-from tensorkeep.ext import Steps
 
 # Between the two layers each process computes alone; after the second layer the results are summed.
 _BY_ROWS = ("attention.qkv", "attention.q", "attention.kv", "mlp.up", "mlp.gate")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.codecs.base import CODECS
-from tensorkeep.errors import PathLike, UsageError, did_you_mean
+from tensorkeep.errors import PathLike, StoreError, UsageError, did_you_mean
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
 from tensorkeep.paths import checked_path
@@ -158,6 +158,19 @@ def read_settings(settings: SettingsSource | None) -> SaveTable:
     if isinstance(settings, Mapping):
         return parse({TABLE: dict(settings)}, None)
     path = Path(checked_path(settings))
+    return parse(_read_toml(path), path)
+
+
+def named_tables(path: Path) -> dict[str, Any]:
+    """The tables of a file that the user of a command has named. Raises UsageError, also if it cannot be read."""
+    try:
+        return _read_toml(path)
+    except StoreError as error:
+        raise UsageError(error.message, path=path) from error
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    """Raises UsageError if the file is not TOML; StoreError if it cannot be read."""
     # One byte more than allowed shows that the file is too large.
     content = first_bytes(path, _MOST_BYTES + 1)
     if content is None:
@@ -167,11 +180,10 @@ def read_settings(settings: SettingsSource | None) -> SaveTable:
     if len(content) > _MOST_BYTES:
         raise UsageError(f"is larger than {format_bytes(_MOST_BYTES)}", path=path, remedy="check the file")
     try:
-        tables = tomllib.loads(content.decode())
+        return tomllib.loads(content.decode())
     # The parser recurses at each bracket, and `int` refuses very long numbers.
     except (ValueError, RecursionError) as error:
         raise UsageError(f"is not TOML: {error}", path=path, remedy="correct the file") from error
-    return parse(tables, path)
 
 
 def parse(tables: Mapping[str, Any], path: Path | None) -> SaveTable:

@@ -135,14 +135,11 @@ def from_file(known: Collection[str], app: App, commands: tuple[str, ...], argum
 
     from cyclopts.config import Dict
 
-    from tensorkeep.settings import read_toml
+    from tensorkeep.checkpoint.options import named_tables
 
     path = tokens[0][-1].value
-    tables = {
-        key: table
-        for key, table in read_toml(Path(checked_path(path))).items()
-        if key != _SAVE_TABLE or not isinstance(table, dict)
-    }
+    found = named_tables(Path(checked_path(path)))
+    tables = {key: table for key, table in found.items() if key != _SAVE_TABLE or not isinstance(table, dict)}
     # A mistyped table would be ignored silently.
     for key, table in tables.items():
         if key not in known or not isinstance(table, dict):

@@ -13,8 +13,9 @@ from msgspec import Meta
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
+from chatgot.settings import Count
 from chatgot.techniques.base import MemoryEffects, Proof, Section, StepState, Technique, Verification
-from tensorkeep.ext import Count, format_bytes
+from tensorkeep.ext import format_bytes
 
 
 class ActivationSwappingSettings(Section, frozen=True):

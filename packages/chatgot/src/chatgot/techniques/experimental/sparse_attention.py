@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from chatgot.model.attention import TILE, attend_within, block_mask
+from chatgot.settings import Count
 from chatgot.techniques.base import Config, Proof, Section, StepState, Technique, Verification
 from tensorkeep.errors import UsageError
-from tensorkeep.ext import Count
 
 # Queries of one matmul; the last matmul of every block is padded.
 _QUERIES_AT_ONCE = 32

@@ -1,17 +1,15 @@
 """Tables of settings that are checked when they are made; a flag wins over environment, TOML file and default."""
 
-import tomllib
 import types
 from collections.abc import Iterable, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
 
 from tensorkeep.errors import UsageError
-from tensorkeep.structs import prepared
+from tensorkeep.ext import prepared
 
 # What the names of environment variables begin with.
 PREFIX = "TENSORKEEP_"
@@ -124,13 +122,3 @@ def merged(
     given = {name: environment[variable] for name, variable in variables.items() if variable in environment}
     # The later one wins: a flag, then the environment, then the file.
     return {**file, **given, **flags}
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Raises UsageError if the file cannot be read or is not TOML."""
-    try:
-        return tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"is not TOML: {error}", path=path, remedy="correct the file") from error
-    except OSError as error:
-        raise UsageError(f"cannot read the configuration: {error.strerror}", path=path) from error
