@@ -138,7 +138,7 @@ def test_conversations_are_the_same_from_several_processes(
 ) -> None:
     asked: list[int] = []
     real = encoding.encoded
-    monkeypatch.setattr(encoding, "encoded", lambda *each: (asked.append(each[-1]), real(*each))[1])
+    monkeypatch.setattr("chatgot.data.prepare.encoded", lambda *each: (asked.append(each[-1]), real(*each))[1])
     lines = [talk(("user", f"say {n}"), ("assistant", ""), ("user", "?"), ("assistant", f"{n}")) for n in range(50)]
     found = []
     for processes in (1, 2):
