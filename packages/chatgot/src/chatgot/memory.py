@@ -177,19 +177,7 @@ class Ledger:
 
 
 def predict(config: Config, *, device: str) -> Ledger:
-    """Return the ledger of a run on ``"cpu"`` or ``"cuda"``; their kernels keep different activations.
-
-    ``config.model.vocab_size`` must be the vocabulary size of the data.
-
-    Raises UsageError, UnsupportedError if a technique does not exist, or techniques cannot be combined.
-
-    Examples
-    --------
-    >>> from chatgot.config.recipes import get_recipe
-    >>> ledger = predict(get_recipe("shakespeare-char-cpu").changed({"model.vocab_size": 65}), device="cpu")
-    >>> ledger.parameters, ledger.optimizer == 2 * ledger.parameters
-    (3216384, True)
-    """
+    """Return the ledger of a run on ``"cpu"`` or ``"cuda"``, with the vocabulary size of its data in the model."""
     stack, on_cuda = Stack.of(config.techniques), device == "cuda"
     # Only algorithmic ones: systems techniques may measure the machine, or refuse this one.
     for each in stack.techniques:

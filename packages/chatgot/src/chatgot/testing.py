@@ -14,9 +14,9 @@ import itertools
 import json
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import copytree, rmtree
 from typing import Any, ClassVar, get_args
@@ -83,11 +83,9 @@ def prepared_text(folder: Path) -> Path:
     return folder / "prepared"
 
 
-@contextmanager
-def opened(config: Config, folder: Path, data: Path) -> Iterator[OpenRun]:
+def opened(config: Config, folder: Path, data: Path) -> AbstractContextManager[OpenRun]:
     """Open a new run in a folder."""
-    with open_run(config, RunFolder(folder), Dataset.open(data)) as run:
-        yield run
+    return open_run(config, RunFolder(folder), Dataset.open(data))
 
 
 def train_run(config: Config, folder: Path, data: Path, *, resume: bool = False, stop_after: int | None = None) -> None:
@@ -119,10 +117,8 @@ class WholeRun:
     proofs: Mapping[str, Proof]
     hooks: tuple[int, int]
     """The number of hooks of modules, before the first step and after the last one."""
-    settings: Mapping[str, Any]
-    """The settings of the process before the run was opened."""
-    settings_after: Mapping[str, Any] = field(default_factory=dict)
-    """The settings of the process after the run was closed."""
+    settings: tuple[dict[str, Any], dict[str, Any]]
+    """The settings of the process before the run was opened, and after it was closed."""
 
 
 _WHOLE_RUNS: dict[Path, WholeRun] = {}
@@ -138,12 +134,15 @@ def whole_run(config: Config, data: Path) -> WholeRun:
         # Before the run opens: an opened run changes them.
         settings = _process_settings()
         with opened(config, folder, data) as run:
-            start = {name: _whole(each) for name, each in run.model.state_dict().items()}
+            state = run.model.state_dict()
+            full = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state.items()}
+            start = {name: each.clone().cpu() for name, each in full.items()}
             plain_names = list(type(run.model)(run.config.model, device="meta").state_dict())
             hooks = _count_hooks(run)
             train(run, Silent())
-            seen = WholeRun(folder, start, plain_names, run.techniques.proofs, (hooks, _count_hooks(run)), settings)
-        _WHOLE_RUNS[folder] = replace(seen, settings_after=_process_settings())
+            both = hooks, _count_hooks(run)
+        both_settings = settings, _process_settings()
+        _WHOLE_RUNS[folder] = WholeRun(folder, start, plain_names, run.techniques.proofs, both, both_settings)
     return _WHOLE_RUNS[folder]
 
 
@@ -272,12 +271,8 @@ class TechniqueSuite(ABC):
 
     def test_process_settings_are_restored(self, data: Path, variant: Mapping[str, Any]) -> None:
         """Threads, default dtype and other settings of the process are restored when a run is closed."""
-        run = whole_run(self.config_with(variant), data)
-        assert run.settings_after == run.settings
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()).cpu()
+        before, after = whole_run(self.config_with(variant), data).settings
+        assert after == before
 
 
 def _distance(start: Mapping[str, torch.Tensor], folder: Path) -> float:

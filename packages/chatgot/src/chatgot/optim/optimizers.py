@@ -1,6 +1,6 @@
 """Optimizers and their settings: learning rates and weight decays by parameter; the average of the weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
@@ -177,6 +177,14 @@ def check_optimizers(config: OptimConfig, device: torch.device) -> None:
 
 def weights_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def with_changed_states(state: dict[str, Any], change: Callable[[int, str, Any], Any]) -> dict[str, Any]:
+    """Return the ``state_dict()`` of an optimizer with ``change(number of the weight, key, value)`` for each value."""
+    states = {
+        index: {key: change(index, key, value) for key, value in each.items()} for index, each in state["state"].items()
+    }
+    return {**state, "state": states}
 
 
 def set_learning_rate(optimizers: Optimizers, factor: float) -> None:

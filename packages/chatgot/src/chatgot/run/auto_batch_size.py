@@ -113,16 +113,9 @@ def filled(config: Config, memory: GpuMemory, world: World, trial: Trial) -> tup
 
 
 def largest_batch(sequences: int, memory: int, measure: Measure, *, tried: bool = True) -> int | None:
-    """Return the largest batch, a divisor of ``sequences``, that fits into the memory; None if none does.
-
-    The two smallest are measured. The peaks of all others follow from them, because activations grow with the batch and
-    nothing else does. With ``tried``, the result is measured as well.
-
-    Examples
-    --------
-    >>> largest_batch(32, 1000, lambda rows: Peaks(gradient=300 + 50 * rows, update=600))
-    8
-    """
+    """Return the largest batch, a divisor of ``sequences``, that fits into the memory; None if none does."""
+    # The two smallest are measured. The peaks of all others follow from them, because activations grow with the batch
+    # and nothing else does. With ``tried``, the result is measured as well.
     sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
     limit = (_FRACTION if tried else _FRACTION_UNTRIED) * memory
     measured: dict[int, Peaks | None] = {}

@@ -13,22 +13,14 @@ from chatgot.run.folder import Changes, RunFolder, Segment
 from chatgot.run.weights import InitialWeights
 from chatgot.techniques.stack import Stack
 
+# The sizes of the model do not matter: they have no defaults.
 _DEFAULTS = flat(
     Config(recipe="", model=ModelConfig(vocab_size=1, context_length=1, n_layers=1, n_heads=1, d_model=2)).as_dict()
 )
 
 
 def ineffective_settings(config: Config) -> list[str]:
-    """Return a note for each setting that has no effect in a run, or not the one that it states.
-
-    A setting counts if it differs from the default of its section.
-
-    Examples
-    --------
-    >>> from chatgot.config.recipes import get_recipe
-    >>> ineffective_settings(get_recipe("shakespeare-char-cpu").changed({"sample.prompt": "To be"}))
-    ['sample.prompt has no effect: sample.every is 0: no sample is generated']
-    """
+    """Return a note for each setting, other than its default, that has no effect in a run, or not the one it states."""
     return [*_warm_up(config), *_evaluations(config), *_without(config)]
 
 

@@ -39,7 +39,6 @@ class ActivationCheckpointing(Technique):
     """Chen et al., arXiv 1604.06174. Dropout draws the same numbers again, so gradients are bit-identical."""
 
     name: ClassVar = "activation-checkpointing"
-    kind: ClassVar = "systems"
     changes: ClassVar = "model"
     summary: ClassVar = "keeps only the inputs of blocks for the backward pass, and recomputes the rest"
     effect: ClassVar = "activations take a fraction of the memory, steps 20 to 30% more time"

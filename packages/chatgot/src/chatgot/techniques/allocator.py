@@ -1,7 +1,6 @@
 """Settings of the CUDA allocator, which torch reads from the environment once, when it starts."""
 
 import os
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -30,7 +29,6 @@ class AllocatorSettings(Section, frozen=True):
 
 class Allocator(Technique):
     name: ClassVar = "allocator"
-    kind: ClassVar = "systems"
     changes: ClassVar = "process"
     summary: ClassVar = "verifies the settings of the CUDA allocator, above all expandable segments"
     effect: ClassVar = "less fragmentation when tensor sizes vary; no difference in speed"
@@ -40,7 +38,9 @@ class Allocator(Technique):
     def missing(self, machine: Machine) -> str | None:
         # torch read the environment when it started, so only the command line can set it.
         requested = {name: str(value) for name, value in self._requested().items()}
-        given = _parse_environment(os.environ)
+        variable = next((os.environ[name] for name in _VARIABLES if os.environ.get(name)), "")
+        parts = (part.partition(":") for part in variable.split(","))
+        given = {name.strip(): value.strip() for name, _, value in parts if name.strip()}
         unset = any(given.get(name) != value for name, value in requested.items())
         # Keep what the user has set: the variable is one string, which a new value replaces completely.
         line = ",".join(f"{name}:{value}" for name, value in {**given, **requested}.items())
@@ -82,9 +82,3 @@ class Allocator(Technique):
             reserved_bytes=reserved,
             allocated_bytes=allocated,
         )
-
-
-def _parse_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    line = next((environment[name] for name in _VARIABLES if environment.get(name)), "")
-    parts = (part.partition(":") for part in line.split(","))
-    return {name.strip(): value.strip() for name, _, value in parts if name.strip()}

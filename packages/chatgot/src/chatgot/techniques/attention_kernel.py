@@ -83,7 +83,6 @@ class AttentionKernel(Technique):
     """Only training uses the kernel: generation with a cache has masks and shapes that not all kernels support."""
 
     name: ClassVar = "attention-kernel"
-    kind: ClassVar = "systems"
     changes: ClassVar = "model"
     # On CUDA, flash, fa3 and cudnn round queries, keys and values to bfloat16.
     tolerance: ClassVar = 5e-3

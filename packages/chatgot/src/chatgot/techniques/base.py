@@ -142,7 +142,8 @@ class Technique(ABC):
     name : str
         The name that ``--technique`` takes: lower case, words joined by hyphens.
     kind : str
-        ``"systems"``: the losses must not change by more than `tolerance`. ``"algorithmic"``: they may change.
+        ``"systems"``, the default: the losses must not change by more than `tolerance`. ``"algorithmic"``: they may
+        change.
     changes : str
         What the technique changes first, one of `Changed`. It decides when the technique is applied.
     tolerance : float
@@ -171,7 +172,7 @@ class Technique(ABC):
     """
 
     name: ClassVar[str]
-    kind: ClassVar[Kind]
+    kind: ClassVar[Kind] = "systems"
     changes: ClassVar[Changed]
     tolerance: ClassVar[float] = 0.0
     summary: ClassVar[str]

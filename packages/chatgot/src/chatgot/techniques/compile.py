@@ -48,7 +48,6 @@ class Compile(Technique):
     """Ansel et al., ASPLOS 2024. Generation is not compiled: its shapes differ from token to token."""
 
     name: ClassVar = "compile"
-    kind: ClassVar = "systems"
     changes: ClassVar = "compilation"
     tolerance: ClassVar = 0.01
     summary: ClassVar = "compiles the loss and its gradient, and the Newton-Schulz steps of Muon, into fused kernels"

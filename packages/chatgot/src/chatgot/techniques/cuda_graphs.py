@@ -21,7 +21,6 @@ class CudaGraphs(Technique):
     """Removes the time that kernels wait for Python. Optimizer, clipping and evaluation are not captured."""
 
     name: ClassVar = "cuda-graphs"
-    kind: ClassVar = "systems"
     changes: ClassVar = "compilation"
     tolerance: ClassVar = 1e-3
     summary: ClassVar = "captures the kernels of a batch, forward and backward, and replays them"

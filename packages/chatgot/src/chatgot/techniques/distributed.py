@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from chatgot.optim.muon import Muon
-from chatgot.optim.optimizers import WeightAverage, weights_of
+from chatgot.optim.optimizers import WeightAverage, weights_of, with_changed_states
 from chatgot.step.device import memory_errors_reported
 from chatgot.step.world import can_join, launched_machines
 from chatgot.techniques.base import Config, Machine, StepState, Technique
@@ -48,7 +48,6 @@ class FunctionModule(nn.Module):
 
 
 class ParallelTechnique(Technique):
-    kind: ClassVar = "systems"
     changes: ClassVar = "processes"
     # With dropout, each process draws other zeros; without it, only the order of sums differs.
     tolerance: ClassVar = 0.05
@@ -106,19 +105,7 @@ def before_each_batch(run: StepState, announce: Callable[[bool], object]) -> Non
 
 
 def mesh_sizes(techniques: Mapping[str, Mapping[str, Any]], size: int, machines: int = 1) -> dict[str, int]:
-    """Return the mesh dimensions of ``size`` processes and their sizes, from the settings of techniques.
-
-    Raises UsageError if the processes do not form such a mesh, or a technique would have nothing to shard.
-
-    Examples
-    --------
-    >>> mesh_sizes({"fsdp": {}}, 8)
-    {'shard': 8}
-    >>> mesh_sizes({"hsdp": {}}, 8, machines=4)
-    {'replicate': 4, 'shard': 2}
-    >>> mesh_sizes({"fsdp": {}, "tensor-parallel": {"degree": 4}}, 8)
-    {'shard': 2, 'tensor': 4}
-    """
+    """Return the mesh dimensions of ``size`` processes and their sizes, such as ``{"shard": 2, "tensor": 4}``."""
     replicates, tensors = "hsdp" in techniques, "tensor-parallel" in techniques
     shards = replicates or "fsdp" in techniques
     replicas = degree = 1
@@ -348,11 +335,6 @@ class _CheckpointedOptimizer(torch.optim.Optimizer):
 
     def _with_states(self, state: dict[str, Any], change: Callable[[Any, DTensor], DTensor]) -> dict[str, Any]:
         parameters = weights_of(self._optimizer)
-        states = {
-            index: {
-                key: change(parameters[index], value) if isinstance(value, DTensor) else value
-                for key, value in found.items()
-            }
-            for index, found in state["state"].items()
-        }
-        return {**state, "state": states}
+        return with_changed_states(
+            state, lambda index, key, value: change(parameters[index], value) if isinstance(value, DTensor) else value
+        )

@@ -25,7 +25,6 @@ class GradientAccumulation(Technique):
     """Splits each batch; the setting ``loop.gradient_accumulation_steps`` alone takes more sequences in each step."""
 
     name: ClassVar = "gradient-accumulation"
-    kind: ClassVar = "systems"
     changes: ClassVar = "data"
     # With dropout, micro-batches draw other zeros; without it, only the order of sums differs.
     tolerance: ClassVar = 0.05

@@ -1,13 +1,12 @@
 """Low-bit optimizer: AdamW with a momentum and variance of 8 or 4 bits instead of 32."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from chatgot.optim.optimizers import weights_of
+from chatgot.optim.optimizers import weights_of, with_changed_states
 from chatgot.techniques.base import Machine, MemoryEffects, Proof, Section, StepState, Technique, Verification
 from chatgot.techniques.observe import count_updates, observe_adamw
 from tensorkeep.errors import UsageError
@@ -35,7 +34,6 @@ class LowBitOptimizer(Technique):
     """Dettmers et al., arXiv 2110.02861, with torchao, in blocks of 256 elements (4 bits: 128) that share a scale."""
 
     name: ClassVar = "low-bit-optimizer"
-    kind: ClassVar = "systems"
     changes: ClassVar = "optimizer"
     tolerance: ClassVar = 0.05
     summary: ClassVar = "keeps AdamW's momentum and variance in 8 or 4 bits, in blocks that share a scale"
@@ -140,7 +138,7 @@ def _rates_to_numbers(optimizer: torch.optim.Optimizer, *arguments: Any) -> None
 
 # Checkpoints hold plain tensors: each quantised tensor becomes a dict of its inner tensors.
 def _flatten_states(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    return _with_states(
+    return with_changed_states(
         state, lambda index, key, value: _inner_tensors(value) if is_traceable_wrapper_subclass(value) else value
     )
 
@@ -161,14 +159,7 @@ def _unflatten_states(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
         tensors = {name: tensor.to(weights[index].device) for name, tensor in value.items()}
         return type(buffer).__tensor_unflatten__(tensors, metadata)
 
-    return _with_states(state, unflatten)
-
-
-def _with_states(state: dict[str, Any], change: Callable[[int, str, Any], Any]) -> dict[str, Any]:
-    states = {
-        index: {key: change(index, key, value) for key, value in each.items()} for index, each in state["state"].items()
-    }
-    return {**state, "state": states}
+    return with_changed_states(state, unflatten)
 
 
 def _inner_tensors(tensor: Any) -> dict[str, Tensor]:

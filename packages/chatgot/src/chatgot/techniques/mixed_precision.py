@@ -44,7 +44,6 @@ class MixedPrecision(Technique):
     """Micikevicius et al., arXiv 1710.03740, with `torch.autocast`."""
 
     name: ClassVar = "mixed-precision"
-    kind: ClassVar = "systems"
     changes: ClassVar = "loss"
     tolerance: ClassVar = 0.02
     summary: ClassVar = "computes matmuls in 16 bits, and keeps weights, optimizer and losses in 32"

@@ -288,7 +288,7 @@ def observe_adamw(run: StepState, state_of: Callable[[Tensor], OptimizerState] |
         states = state_of or (lambda weight: optimizer.state.get(weight, {}))
         # Taken before the update, which overwrites weights and states in place.
         samples = {
-            names.get(id(weight), "a weight"): _UpdateSample(weight, states(weight), group)
+            names.get(id(weight), "a weight"): (weight, *_before_and_expected(weight, states(weight), group))
             for group in optimizer.param_groups
             for weight in group["params"]
             if weight.grad is not None
@@ -296,7 +296,7 @@ def observe_adamw(run: StepState, state_of: Callable[[Tensor], OptimizerState] |
         update()
         found.updates += 1
         found.compared += len(samples)
-        errors = {name: sample.error() for name, sample in samples.items()}
+        errors = {name: _error(*sample) for name, sample in samples.items()}
         found.wrong = sorted((name for name in errors if errors[name] > _TOLERANCE), key=lambda name: -errors[name])
         found.largest = max(errors.values(), default=0.0)
 
@@ -304,31 +304,28 @@ def observe_adamw(run: StepState, state_of: Callable[[Tensor], OptimizerState] |
         yield found
 
 
-class _UpdateSample:
-    @torch.no_grad()
-    def __init__(self, weight: Tensor, state: OptimizerState, group: Mapping[str, Any]) -> None:
-        self._weight = weight
-        self._before = _elements(weight)
-        gradient = _elements(weight.grad)
-        beta1, beta2 = group["betas"]
-        step = float(state.get("step", 0)) + 1
-        # Before the first step an optimizer has no states.
-        momentum, variance = (
-            _elements(state[key]) if key in state else torch.zeros_like(gradient) for key in ("exp_avg", "exp_avg_sq")
-        )
-        momentum = torch.lerp(momentum, gradient, 1 - beta1) / (1 - beta1**step)
-        variance = torch.lerp(variance, gradient.square(), 1 - beta2) / (1 - beta2**step)
-        direction = momentum / (variance.sqrt() + group["eps"])
-        self._expected = self._before * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * direction
+@torch.no_grad()
+def _before_and_expected(weight: Tensor, state: OptimizerState, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    before, gradient = _elements(weight), _elements(weight.grad)
+    beta1, beta2 = group["betas"]
+    step = float(state.get("step", 0)) + 1
+    # Before the first step an optimizer has no states.
+    momentum, variance = (
+        _elements(state[key]) if key in state else torch.zeros_like(gradient) for key in ("exp_avg", "exp_avg_sq")
+    )
+    momentum = torch.lerp(momentum, gradient, 1 - beta1) / (1 - beta1**step)
+    variance = torch.lerp(variance, gradient.square(), 1 - beta2) / (1 - beta2**step)
+    direction = momentum / (variance.sqrt() + group["eps"])
+    return before, before * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * direction
 
-    def error(self) -> float:
-        """Return the distance of the weight from its expected value, relative to the update; 0 within rounding."""
-        # A weight in float32 cannot be nearer to the formula than its own rounding.
-        distance = (_elements(self._weight) - self._expected).abs() - _ROUNDING * self._before.abs()
-        length = (self._expected - self._before).norm()
-        # A missed distance of 0 is right even if the update is 0; NaN is an error.
-        missed = distance.clamp(min=0).norm()
-        return 0.0 if bool(missed == 0) else float((missed / length).nan_to_num(float("inf"), float("inf")))
+
+def _error(weight: Tensor, before: Tensor, expected: Tensor) -> float:
+    """Return the distance of the weight from its expected value, relative to the update; 0 within rounding."""
+    # A weight in float32 cannot be nearer to the formula than its own rounding.
+    distance = (_elements(weight) - expected).abs() - _ROUNDING * before.abs()
+    # A missed distance of 0 is right even if the update is 0; NaN is an error.
+    missed, length = distance.clamp(min=0).norm(), (expected - before).norm()
+    return 0.0 if bool(missed == 0) else float((missed / length).nan_to_num(float("inf"), float("inf")))
 
 
 def _elements(tensor: Any) -> Tensor:

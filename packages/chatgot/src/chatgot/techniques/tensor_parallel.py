@@ -3,16 +3,10 @@
 from typing import Any, ClassVar
 
 import msgspec
+import torch.distributed.tensor.parallel as parallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
 from chatgot.model.attention import Cache
 from chatgot.model.config import ModelConfig
@@ -57,9 +51,15 @@ class TensorParallel(ShardingTechnique):
         model, own_mesh = run.model, mesh[TENSOR]
         size = own_mesh.size()
         check_sizes(model.config, size)
+        styles: dict[str, parallel.ParallelStyle] = {
+            **dict.fromkeys(_BY_ROWS, parallel.ColwiseParallel()),
+            **dict.fromkeys(_BY_COLUMNS, parallel.RowwiseParallel()),
+            **dict.fromkeys(_BY_HEADS, parallel.SequenceParallel(sequence_dim=2, use_local_output=True)),
+        }
         for block in model.blocks:
             layers = dict(block.named_modules())
-            parallelize_module(block, own_mesh, {name: style for name, style in _plan().items() if layers.get(name)})
+            plan = {name: style for name, style in styles.items() if layers.get(name)}
+            parallel.parallelize_module(block, own_mesh, plan)
             # The forward pass splits its projections into the heads of this process.
             block.attention.n_heads //= size  # type: ignore[union-attr, operator]
             block.attention.kv_heads //= size  # type: ignore[union-attr, operator]
@@ -94,14 +94,6 @@ class TensorParallel(ShardingTechnique):
             tensor_size=size,
             heads=all_heads // size,
         )
-
-
-def _plan() -> dict[str, ParallelStyle]:
-    return {
-        **{name: ColwiseParallel() for name in _BY_ROWS},
-        **{name: RowwiseParallel() for name in _BY_COLUMNS},
-        **{name: SequenceParallel(sequence_dim=2, use_local_output=True) for name in _BY_HEADS},
-    }
 
 
 def check_sizes(config: ModelConfig, size: int) -> None:

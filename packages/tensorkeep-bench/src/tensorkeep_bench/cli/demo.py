@@ -203,7 +203,7 @@ def training_demo(
     # Only here, because the other demo runs the trainer in processes of their own.
     from chatgot.data.tokenizers.base import prompt_ids
     from chatgot.generate import generate
-    from chatgot.run.weights import load_trained
+    from chatgot.run.weights import load_trained_at
     from tensorkeep import info
 
     demo = TrainingDemo(folder, steps=steps, every=every, source=source)
@@ -231,7 +231,7 @@ def training_demo(
         f"{format_bytes(state.total.nbytes)}: weights, optimizer, random states, position in the data."
     )
     output.print_lines(f"   tensorkeep info {last.path}")
-    trained = load_trained(demo.folder, which="best")
+    trained = load_trained_at(demo.folder.path, which="best")
     prompt, size = prompt_ids(trained.tokenizer, "def "), trained.tokenizer.vocab_size
     ids = generate(trained.model, prompt, max_new_tokens=300, temperature=0.8, vocab_size=size)
     sample = trained.tokenizer.decode(ids.tolist())

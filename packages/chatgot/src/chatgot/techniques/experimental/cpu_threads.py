@@ -44,7 +44,6 @@ class CpuThreads(Technique):
     """The threads that write checkpoints are bound to the same processors."""
 
     name: ClassVar = "cpu-threads"
-    kind: ClassVar = "systems"
     changes: ClassVar = "process"
     tolerance: ClassVar = 1e-3
     summary: ClassVar = "computes with one thread per physical core, and binds the process to those cores"

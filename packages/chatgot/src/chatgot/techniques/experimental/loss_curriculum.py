@@ -108,14 +108,7 @@ def window_losses(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def at_quantile(losses: Tensor, quantile: float, *, count: int) -> Tensor:
-    """Return the indices of the windows with consecutive ranks by loss at a quantile, lowest loss first.
-
-    Examples
-    --------
-    >>> import torch
-    >>> at_quantile(torch.tensor([0.3, 0.1, 0.4, 0.2]), 0.0, count=2).tolist()
-    [1, 3]
-    """
+    """Return the indices of the windows with consecutive ranks by loss at a quantile, lowest loss first."""
     first = round(quantile * (len(losses) - count))
     # Stable, so that windows with equal losses are chosen alike in a resumed run.
     return losses.argsort(stable=True)[first : first + count]

@@ -120,17 +120,8 @@ class QuantisedForward(Technique):
 
 
 def fake_quantised(x: Tensor) -> Tensor:
-    """Return a tensor with each row (the last dimension) rounded to 255 levels, in float32.
-
-    The levels are symmetric: 0 and the largest element of a row by magnitude are unchanged. The gradient passes
-    through unchanged.
-
-    Examples
-    --------
-    >>> import torch
-    >>> fake_quantised(torch.tensor([0.0, 1.0, -127.0])).tolist()
-    [0.0, 1.0, -127.0]
-    """
+    """Return a tensor with each row (the last dimension) rounded to 255 levels, in float32, with its gradient."""
+    # The levels are symmetric: 0 and the largest element of a row by magnitude are unchanged.
     rounded: Tensor = _StraightThrough.apply(x.float())  # type: ignore[no-untyped-call]
     return rounded
 

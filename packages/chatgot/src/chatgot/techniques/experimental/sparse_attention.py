@@ -262,11 +262,5 @@ class TopBlocks:
 
 
 def count_kept_pairs(length: int, block: int, keep: int) -> int:
-    """Return how many pairs of a query and a key attend in a window.
-
-    Examples
-    --------
-    >>> count_kept_pairs(4, block=2, keep=1)
-    6
-    """
+    """Return how many pairs of a query and a key attend in a window."""
     return sum(position % block + 1 + min(keep - 1, position // block) * block for position in range(length))
