@@ -310,8 +310,7 @@ class FullCopyWrite(StagedWrite):
         self._pool = pool
 
     def stage(self, threads: int) -> None:
-        if self._pool is None:
-            raise AssertionError("prepare comes before stage")
+        assert self._pool is not None, "prepare comes before stage"
         tasks: list[Callable[[], None]] = []
         for name, leaf in self._flat.leaves.items():
             # All buffers at once: `prepare` has checked that they fit, so that nothing waits for the writing.

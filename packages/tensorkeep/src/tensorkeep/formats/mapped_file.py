@@ -1,5 +1,6 @@
 """Files of checkpoints as memory: mapped from a disk, or fetched from an object store when they are used."""
 
+import ctypes
 import io
 import itertools
 import mmap
@@ -16,16 +17,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tensorkeep.errors import StoreError
+from tensorkeep.machine import libc, memory_file
 from tensorkeep.storage import parallel
 from tensorkeep.storage.base import SourceFile
-from tensorkeep.storage.direct_io import Bytes, store_errors
+from tensorkeep.storage.direct_io import Bytes, close, store_errors
 from tensorkeep.storage.store_requests import SMALL_REQUESTS
 
 # The unit of fetching and freeing; a multiple of the page size, because freeing works on pages.
 _PIECE = 16 * 1024
 _MOST_PIECES = 8 * 1024**2 // _PIECE  # in one request
-
-_MAP_NORESERVE = 0x4000  # of Linux; Python has no name for it
 
 _MISSING, _COMING, _HERE = range(3)
 
@@ -109,8 +110,8 @@ class FetchedParts:
                 self._count(number, -file.give_back(first, last, time))
 
 
-# The memory of a fetched object is as long as the object, and sparse: pieces appear when they are needed, and their
-# pages are freed again over the budget. Parsers see one array in both cases.
+# The memory of a fetched object is as long as the object, and sparse: pieces appear when they are needed, and are
+# punched out again over the budget. Parsers see one array in both cases.
 class FetchedFile(MappedFile):
     """An object of a store as memory."""
 
@@ -124,12 +125,7 @@ class FetchedFile(MappedFile):
         self._users = np.zeros(count, np.int32)
         self._times = np.zeros(count, np.int64)
         self._failure: BaseException | None = None
-        with store_errors(file.path, "reserve memory for it"):
-            # Not reserved: an object may be larger than the memory, because only some of it is present at a time.
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-            # An empty mapping is an error.
-            self._memory = mmap.mmap(-1, max(file.size, 1), flags=flags)
-        super().__init__(file.path, np.frombuffer(self._memory, np.uint8, file.size))
+        super().__init__(file.path, _reserve(file) if file.size else np.empty(0, np.uint8))
 
     @contextmanager
     def needed(self, start: int, stop: int) -> Iterator[None]:
@@ -230,13 +226,27 @@ class FetchedFile(MappedFile):
         edges = np.flatnonzero(np.diff(np.concatenate(([0], idle.view(np.int8), [0]))))
         count = 0
         for begin, end in (edges.reshape(-1, 2) + first).tolist():
-            try:
-                self._memory.madvise(mmap.MADV_DONTNEED, begin * _PIECE, (end - begin) * _PIECE)
-            except OSError:
-                continue  # the process has locked its memory
-            self._states[begin:end] = _MISSING
-            count += end - begin
+            address = ctypes.c_void_p(self.content.ctypes.data + begin * _PIECE)
+            if libc().madvise(address, ctypes.c_size_t((end - begin) * _PIECE), mmap.MADV_REMOVE) == 0:
+                self._states[begin:end] = _MISSING
+                count += end - begin
         return count
+
+
+def _reserve(file: SourceFile) -> Bytes:
+    import torch
+
+    with store_errors(file.path, "reserve memory for it"):
+        # A file in memory: unlike anonymous memory, its missing pieces do not count as committed.
+        fd = memory_file()
+        try:
+            os.ftruncate(fd, file.size)
+            # Unlike Python's, torch's mapping does not keep a descriptor open.
+            return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=file.size, dtype=torch.uint8).numpy()
+        except RuntimeError as error:
+            raise StoreError(f"cannot reserve memory for it ({error})", path=file.path) from error
+        finally:
+            close(fd)
 
 
 def stream_of(file: SourceFile) -> io.BufferedReader:

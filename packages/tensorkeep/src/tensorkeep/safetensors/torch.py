@@ -65,17 +65,13 @@ def load_file(filename: PathLike, device: "Device" = "cpu", *, backend: str = "m
     Parameters
     ----------
     filename : path-like
-    device : torch.device, str or int
-        Device of the tensors; an int is the index of a CUDA device.
-    backend : str
-        Has no effect.
+    device, backend : optional
+        See `safe_open`.
 
     Raises
     ------
-    NotFoundError
-        If nothing is at the path.
-    SafetensorError
-        If the file is not a safetensors file, is damaged, or an argument is wrong.
+    NotFoundError, SafetensorError
+        If nothing is at the path, or the file is not a safetensors file or damaged, or an argument is wrong.
     """
     with safe_open(filename, framework="pt", device=device, backend=backend) as file:
         return file.get_tensors()
@@ -160,21 +156,18 @@ def load_model(
     Parameters
     ----------
     model : torch.nn.Module
-    filename : path-like
+    filename, device, backend
+        See `load_file`.
     strict : bool
         Raise if there are such names, before the module changes. A name is not missing if the file has another name of
         the same tensor.
-    device, backend : optional
-        See `load_file`.
 
     Raises
     ------
     StateMismatchError
         If ``strict`` and names differ; it is also a RuntimeError, as in the original.
-    NotFoundError, SafetensorError
-        If `load_file` raises them.
-    RuntimeError
-        If ``load_state_dict`` finds another shape.
+    NotFoundError, SafetensorError, RuntimeError
+        If `load_file` raises the error, or ``load_state_dict`` finds another shape.
     """
     loaded = load_file(filename, device=device, backend=backend)
     state = model.state_dict()

@@ -1,20 +1,4 @@
-"""Safetensors headers: writing them, and reading untrusted ones.
-
-A file is ``u64 N | N bytes of JSON | data``. The JSON maps each name to its dtype, shape and byte range in the data;
-the ranges cover the data without holes or overlaps. Source: the format section of the safetensors README.
-
-A compressed tensor, or one with a dtype that safetensors lacks, is a ``U8`` vector in the file. The entry
-``tensorkeep`` of the header's ``__metadata__`` is JSON that describes such tensors, so that a reader can decode them
-without the manifest::
-
-    {"version": 1, "block_bytes": 16777216,
-     "tensors": {"wte.weight": {"dtype": "bfloat16", "shape": [32000, 3200],
-                                "blocks": [["planes", 11132928], ...]}}}
-
-Each block is a codec's name and its stored length in bytes; the blocks follow one another in the vector. Version 2
-marks an incremental file: it may lack blocks of a tensor, or hold differences from blocks in other files. Version 3
-marks the file of one of many ranks: it holds boxes of tensors, with blocks of various lengths.
-"""
+"""Safetensors headers, written, and read without trust; ``docs/reference/native-format.md`` specifies our entry."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -109,8 +93,7 @@ def build(records: Iterable[TensorRecord], metadata: dict[str, str], *, size: in
             f"{len(content):,} tensors need a safetensors header of more than {MAX_HEADER_BYTES:,} bytes",
             remedy="give a smaller shard_bytes, so that each file holds fewer tensors",
         )
-    if len(text) > padded:
-        raise AssertionError(f"the header needs {len(text)} bytes, {padded} were reserved for it")
+    assert len(text) <= padded, f"the header needs {len(text)} bytes, {padded} were reserved for it"
     return padded.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded)
 
 

@@ -220,43 +220,31 @@ class BlockReader:
         Raises CorruptCheckpointError with the file.
         """
         # From the oldest base, which is stored in full, to the block: each layer is XORed into ``out``.
-        layer, rest = (scratch[: len(out)], scratch[round_up(len(out)) :]) if block.bases else (None, scratch)
+        layer, rest = (scratch[: len(out)], scratch[round_up(len(out)) :]) if block.bases else (out, scratch)
         below: StoredBlock | None = None
         for part in (*reversed(block.bases), block):
             # A base that is stored raw has no checksum of its stored bytes.
-            checks = self._verify and below is not None and below.raw and not below.stored
-            if below is not None and checks and digest_as(below.raw, out) != below.raw:
+            if self._verify and below and below.raw and not below.stored and digest_as(below.raw, out) != below.raw:
                 raise CorruptCheckpointError("the checksum of its base block is wrong", path=below.file.path)
-            self._decode_one(part, dtype, out, rest, layer if below else None, done if part is block else None)
+            codec = _codec(part)
+            stored = part.file.fetch(part.offset, part.length, rest)
+            # The checksum comes first, so that damage is reported as damage and not as an error of the codec.
+            if self._verify and part.stored and digest_as(part.stored, stored) != part.stored:
+                raise CorruptCheckpointError("the checksum of its stored bytes is wrong", path=part.file.path)
+            finished = done if part is block else None
+            try:
+                if isinstance(codec, PlanesCodec):
+                    # This codec XORs while it decodes, so the layer is not written to memory and read again.
+                    codec.decode(stored, dtype, out, done=finished, xor=below is not None)
+                else:
+                    codec.decode(stored, dtype, layer if below else out)
+                    if below:
+                        np.bitwise_xor(out, layer, out=out)
+                    if finished:
+                        finished(out)
+            except CodecError as error:
+                raise CorruptCheckpointError(f"cannot be decoded ({error})", path=part.file.path) from error
             below = part
-
-    def _decode_one(
-        self,
-        block: StoredBlock,
-        dtype: DType,
-        out: Bytes,
-        scratch: Bytes,
-        layer: Bytes | None,
-        done: Callable[[Bytes], object] | None,
-    ) -> None:
-        """Decode a block to ``out``; or, if ``layer`` is given, decode it there and XOR it into ``out``."""
-        # The checksum comes first, so that damage is reported as damage and not as an error of the codec.
-        codec = _codec(block)
-        stored = block.file.fetch(block.offset, block.length, scratch)
-        if self._verify and block.stored and digest_as(block.stored, stored) != block.stored:
-            raise CorruptCheckpointError("the checksum of its stored bytes is wrong", path=block.file.path)
-        try:
-            if isinstance(codec, PlanesCodec):
-                # This codec XORs while it decodes, so the layer is not written to memory and read again.
-                codec.decode(stored, dtype, out, done=done, xor=layer is not None)
-                return
-            codec.decode(stored, dtype, out if layer is None else layer)
-        except CodecError as error:
-            raise CorruptCheckpointError(f"cannot be decoded ({error})", path=block.file.path) from error
-        if layer is not None:
-            np.bitwise_xor(out, layer, out=out)
-        if done:
-            done(out)
 
 
 @contextmanager

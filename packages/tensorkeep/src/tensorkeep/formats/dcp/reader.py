@@ -4,7 +4,6 @@ import re
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,8 +70,7 @@ ALLOWED = (
 KeyPath = tuple[str | int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedTuple):
     """The bytes of a ``torch.save`` file inside a file beside ``.metadata``."""
 
     file: str
@@ -80,14 +78,12 @@ class Location:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     box: Box
     location: Location
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """A tensor; its chunks cover each element once."""
 
     name: str
@@ -96,8 +92,7 @@ class TensorEntry:
     chunks: tuple[Chunk, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DcpMetadata:
+class DcpMetadata(NamedTuple):
     """The content of ``.metadata``; ``unread`` has the tensors of unsupported dtypes."""
 
     tensors: dict[str, TensorEntry]

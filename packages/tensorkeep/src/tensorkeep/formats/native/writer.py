@@ -135,8 +135,7 @@ class NativeWrite(StagedWrite):
         self._staging = Staging(self._tasks, pool, self._cancellation)
 
     def stage(self, threads: int) -> None:
-        if self._staging is None:
-            raise AssertionError("prepare comes before stage")
+        assert self._staging is not None, "prepare comes before stage"
         self._staging.copy(threads)
         # From here on, the caller computes beside the writing, which then leaves it some processors.
         self._pace.beside.set()

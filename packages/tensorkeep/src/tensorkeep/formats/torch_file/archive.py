@@ -233,15 +233,18 @@ class TorchZip:
                 remedy="pack it again without compression: unzip FILE -d FOLDER; cd FOLDER; zip -0 -r FILE .",
             )
         # Half of the memory is left for the tensors of the load.
+        too_large = OutOfMemoryError(f"takes {needed:,} bytes of memory to unpack", path=self._path)
         if needed > available_bytes() // 2:
-            raise OutOfMemoryError(f"takes {needed:,} bytes of memory to unpack", path=self._path)
+            raise too_large
         copy = io.BytesIO()
         try:
             with zipfile.ZipFile(file) as old, zipfile.ZipFile(copy, "w") as new:
                 for info in self.records.values():
                     with old.open(info) as source, new.open(_aligned(info, copy.tell()), "w") as target:
                         shutil.copyfileobj(source, target, _COPY_BYTES)
-        except (TensorkeepError, MemoryError):
+        except MemoryError as error:
+            raise too_large from error
+        except TensorkeepError:
             raise
         # Hostile bytes make `zipfile` raise a dozen types.
         except Exception as error:

@@ -341,8 +341,7 @@ def fills_its_storage(leaf: Leaf) -> bool:
 def _reads(source: Source, array: Array) -> Iterator[Callable[[], None]]:
     made = Leaf.of(source.name, array)
     out = made.host_bytes() if made else None
-    if out is None:
-        raise AssertionError(f"{source.name}: no contiguous memory to read into")
+    assert out is not None
     for start in range(0, source.nbytes, BLOCK_BYTES):
         stop = min(start + BLOCK_BYTES, source.nbytes)
         yield functools.partial(source.read, start, stop, out[start:stop])
