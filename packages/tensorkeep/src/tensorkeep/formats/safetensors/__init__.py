@@ -120,19 +120,17 @@ class SafetensorsReader(Reader):
             )
         # All files are opened now, so that a checkpoint that is replaced meanwhile is read as it was.
         with ExitStack() as opened:
-            index = (
-                model_folder.read_index(directory, place) if model_folder.is_index(place.name, layout.SUFFIX) else None
-            )
-            if index is None:
-                self._files = [opened.enter_context(directory.open(place.name, page_cache=self._page_cache))]
+            index = None
+            if model_folder.is_index(place.name, layout.SUFFIX):
+                index = model_folder.read_index(directory, place)
+                wanted = index.keys_by_file().items()
+                shards = (
+                    model_folder.open_shard(directory, file, key, len(wanted), page_cache=self._page_cache)
+                    for file, key in wanted
+                )
+                self._files = [opened.enter_context(shard) for shard in shards]
             else:
-                wanted = index.keys_by_file()
-                self._files = [
-                    opened.enter_context(
-                        model_folder.open_shard(directory, file, key, len(wanted), page_cache=self._page_cache)
-                    )
-                    for file, key in wanted.items()
-                ]
+                self._files = [opened.enter_context(directory.open(place.name, page_cache=self._page_cache))]
             headers = [(file, _header(file)) for file in self._files]
             data = [_DataFile(file, header, parse(header, file.path)) for file, header in headers]
             for found in data:

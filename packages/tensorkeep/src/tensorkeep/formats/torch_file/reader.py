@@ -37,7 +37,6 @@ class TorchReader(Reader):
     format = "torch"
 
     def __init__(self, path: Path, settings: OpenSettings, parts: FetchedParts | None = None) -> None:
-
         self.path = path
         self.metadata = {}
         mode = file_mode(path)
