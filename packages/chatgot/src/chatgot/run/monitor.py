@@ -31,32 +31,30 @@ _WARM_UP = 1
 def timed_step(run: OpenRun) -> Iterator[None]:
     """Time a step. The first step of a process loads kernels and compiles, and does not count as training."""
     first = "first step" not in run.clock.seconds
-    before, tokens = run.clock.seconds.get("train", 0.0), run.progress.tokens
+    tokens = run.progress.tokens
     with run.clock.spent_on("first step" if first else "train"):
         yield
         # The wait for the GPU belongs to the first step.
         if first:
             check_steps(run)
     if not first:
-        trained = run.progress.tokens - tokens
         # Positions without a target that counts are computed as well. Techniques may draw windows of a shorter context,
         # which take fewer operations.
         flops = run.positions * run.config.model.flops_per_token(run.batches.context_length)
-        seconds = run.clock.seconds["train"] - before
-        _count(run, trained, flops, seconds, steps=1)
+        _count(run, run.progress.tokens - tokens, flops, steps=1)
 
 
 def settle(run: OpenRun) -> None:
     """Check the steps since the last call. The wait for the GPU counts as their time."""
     if run.unchecked:
-        before = run.clock.seconds.get("train", 0.0)
         with run.clock.spent_on("train"):
             check_steps(run)
-        _count(run, 0, 0, run.clock.seconds["train"] - before, steps=0)
+        _count(run, 0, 0, steps=0)
 
 
-def _count(run: OpenRun, tokens: int, flops: int, seconds: float, *, steps: int) -> None:
+def _count(run: OpenRun, tokens: int, flops: int, *, steps: int) -> None:
     """Count training for the speed of the run, and warn if it has become slow: mostly, another process is the cause."""
+    seconds = run.clock.last
     run.speed.add(tokens, flops, seconds)
     ratio = run.slowdown.add(flops, seconds, steps=steps)
     if ratio is not None and run.world.is_main:
@@ -89,9 +87,11 @@ def _layer_norms(run: OpenRun) -> dict[str, float]:
     squares: dict[str, list[Tensor]] = defaultdict(list)
     for name, parameter in run.model.named_parameters():
         if parameter.grad is not None:
+            # A layer is a block, such as "blocks.11", or a module outside of the blocks.
+            layer = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])
             square: Any = parameter.grad.float().square().sum()
             # Each rank has summed its own shard: this adds the sums.
-            squares[layer_of(name)].append(square.full_tensor() if isinstance(square, DTensor) else square)
+            squares[layer].append(square.full_tensor() if isinstance(square, DTensor) else square)
     norms = {layer: torch.stack(found).sum().sqrt() for layer, found in squares.items()}
     # Read at once: the host waits for the device one time.
     values = torch.stack(list(norms.values())).tolist() if norms else []
@@ -99,18 +99,6 @@ def _layer_norms(run: OpenRun) -> dict[str, float]:
     # A pipeline stage has the gradients of its own layers only.
     # In reverse, so that the lowest rank decides if several have a layer.
     return {layer: value for each in reversed(run.world.all_gather(own)) for layer, value in each.items()}
-
-
-def layer_of(name: str) -> str:
-    """Return the layer of a parameter: its block, or the module outside of the blocks.
-
-    Examples
-    --------
-    >>> layer_of("blocks.11.attention.qkv.weight"), layer_of("tokens.weight")
-    ('blocks.11', 'tokens')
-    """
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
 
 
 def _scaled(norms: dict[str, float], total: Tensor) -> dict[str, float]:

@@ -28,6 +28,8 @@ class ActivityTimer:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self.seconds: dict[str, float] = {}
+        # Of the last block.
+        self.last = 0.0
 
     @contextmanager
     def spent_on(self, activity: str) -> Iterator[None]:
@@ -36,7 +38,8 @@ class ActivityTimer:
         try:
             yield
         finally:
-            self.seconds[activity] = self.seconds.get(activity, 0.0) + self._now() - begin
+            self.last = self._now() - begin
+            self.seconds[activity] = self.seconds.get(activity, 0.0) + self.last
 
 
 class Speedometer:
