@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 from msgspec.inspect import ListType, StructType, Type, UnionType, VarTupleType, type_info
@@ -70,13 +70,12 @@ class Outcome(msgspec.Struct):
             self.clocks[name] = self.clocks.get(name, 0.0) + time.perf_counter() - begin
 
 
-class PreparedInputs(msgspec.Struct, frozen=True):
-    """`Task.input` of the cells and its description, for normal arms and for arms that are marked slow."""
-
-    input: msgspec.Struct
-    slow_input: msgspec.Struct
+class PreparedInput(NamedTuple):
+    input: msgspec.Struct  # `Task.input` of the cells
     subject: Subject
-    slow_subject: Subject
+
+
+PreparedInputs = tuple[PreparedInput, PreparedInput]  # for normal arms, and for arms that are marked slow
 
 
 class Workload(ABC, Generic[SettingsT, ArmT]):

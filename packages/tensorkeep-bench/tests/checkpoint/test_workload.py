@@ -105,7 +105,7 @@ def test_state_that_cannot_be_filled_is_only_loaded_into_new_memory(tmp_path: Pa
 def test_optimizer_adds_twice_the_weights(tmp_path: Path) -> None:
     model = "openllama-3b:scale=0.0005:layers=1"
     settings = WORKLOAD.parse_settings({"model": model, "with_optimizer": "adamw"})
-    subject = WORKLOAD.prepare(settings, [], tmp_path).subject
+    subject = WORKLOAD.prepare(settings, [], tmp_path)[0].subject
     weights = parse(model)
     assert subject.tensors == 4 * len(weights.shapes)
     # The step of each parameter is a float32 tensor of its own.

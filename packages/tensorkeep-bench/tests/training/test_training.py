@@ -61,7 +61,7 @@ def task(data: Path, folder: Path, arm: dict[str, Any], **settings: Any) -> Task
     given = WORKLOAD.parse_settings({"recipe": "tiny", "data": str(data), "steps": STEPS, "warmup": 2, **settings})
     scratch = folder / "scratch"
     scratch.mkdir(parents=True, exist_ok=True)
-    content = msgspec.to_builtins(WORKLOAD.prepare(given, [arm], scratch).input)
+    content = msgspec.to_builtins(WORKLOAD.prepare(given, [arm], scratch)[0].input)
     return Task("training", "arm", arm, content, WORKLOAD.measures_of(given), str(folder / "cell"))
 
 

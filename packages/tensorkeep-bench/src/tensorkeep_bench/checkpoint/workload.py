@@ -18,7 +18,7 @@ from tensorkeep_bench.checkpoint.models import add_adamw_state, build, parse
 from tensorkeep_bench.checkpoint.states import StatePair
 from tensorkeep_bench.checkpoint.tools import TensorstoreTool, Tool, parse_tool
 from tensorkeep_bench.results import Measure, Subject
-from tensorkeep_bench.workload import Outcome, PreparedInputs, Task, Workload, convert
+from tensorkeep_bench.workload import Outcome, PreparedInput, PreparedInputs, Task, Workload, convert
 
 SEED = 20_240_601  # of the random weights
 
@@ -121,9 +121,8 @@ class CheckpointWorkload(Workload[CheckpointSettings, Tool]):
             memory=(3 if settings.into else 2) * largest + _OVERHEAD_BYTES,
         )
         places = (scratch / "model.ckpt", scratch / "slow-model.ckpt")
-        stored_inputs = [_store(*each) for each in zip(inputs, places, strict=False)]
-        (given, subject), (slow, slow_subject) = stored_inputs[0], stored_inputs[-1]
-        return PreparedInputs(given, slow, subject, slow_subject)
+        found = [_store(*each) for each in zip(inputs, places, strict=False)]
+        return found[0], found[-1]
 
     def measures_of(self, settings: CheckpointSettings) -> list[str]:
         optional = () if settings.into else (measure.INTO_FIRST, measure.INTO_COLD, measure.INTO_WARM)
@@ -142,14 +141,14 @@ class CheckpointWorkload(Workload[CheckpointSettings, Tool]):
         return msgspec.structs.replace(outcome, clocks={**first.clocks, **outcome.clocks})
 
 
-def _store(given: CheckpointInput, path: Path) -> tuple[CheckpointInput, Subject]:
+def _store(given: CheckpointInput, path: Path) -> PreparedInput:
     if given.model is None:
-        return given, _describe(str(given.checkpoint), load(str(given.checkpoint)))
+        return PreparedInput(given, _describe(str(given.checkpoint), load(str(given.checkpoint))))
     state = given.build()
     # Stored once, so that each cell loads the model in a second instead of drawing it.
     save(state, path, compression="none")
     name = given.model + (f" with {given.with_optimizer}" if given.with_optimizer else "")
-    return msgspec.structs.replace(given, checkpoint=str(path)), _describe(name, state)
+    return PreparedInput(msgspec.structs.replace(given, checkpoint=str(path)), _describe(name, state))
 
 
 def _describe(name: str, state: Any) -> Subject:

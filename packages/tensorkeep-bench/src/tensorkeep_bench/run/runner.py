@@ -100,11 +100,8 @@ class BlockRun:
             self.update(cells=(*cells[:index], cell, *cells[index + 1 :]))
             progress(cell, done + 1, total, seconds_left)
             if cell.status == "disk":
-                raise StoreError(
-                    f"the disk was full in arm {cell.arm!r}",
-                    path=self.directory,
-                    remedy="free some space or choose a smaller model, then use --resume",
-                )
+                remedy = "free some space or choose a smaller model, then use --resume"
+                raise StoreError(f"the disk was full in arm {cell.arm!r}", path=self.directory, remedy=remedy)
 
     def _next(self) -> int | None:
         cells = self.results.cells
@@ -171,7 +168,7 @@ class ExperimentRun(BlockRun):
             self._check_machine(scratch)
             self._scratch, self._prepared = scratch, workload.prepare(settings, parsed, scratch)
             # Only from here on, earlier results in the file are replaced.
-            self.update(subject=self._prepared.subject)
+            self.update(subject=self._prepared[0].subject)
             try:
                 self.run_cells(progress)
             finally:
@@ -185,9 +182,7 @@ class ExperimentRun(BlockRun):
         write_results(self.results, self._file)
 
     def describe(self, cell: CellRecord) -> CellRecord:
-        slow = self._arms[cell.arm].slow
-        subject = self._prepared.slow_subject if slow else self._prepared.subject
-        command = command_of(self._task(cell))
+        subject, command = self._prepared[self._arms[cell.arm].slow].subject, command_of(self._task(cell))
         cell = replace(cell, status="planned", amount=subject.bytes, subject=subject.description)
         return replace(cell, command=command, started=_now())
 
@@ -195,21 +190,19 @@ class ExperimentRun(BlockRun):
         return self._run_task(self._task(cell), self.results.experiment.limits)
 
     def _task(self, cell: CellRecord) -> Task:
-        arm, prepared = self._arms[cell.arm], self._prepared
+        arm = self._arms[cell.arm]
         # Cells of all other arms may compare themselves with the baseline while they run.
-        baseline = next(
-            (one.settings for one in self._arms.values() if one.role == "baseline" and one is not arm), None
-        )
+        baselines = (one.settings for one in self._arms.values() if one.role == "baseline" and one is not arm)
         return Task(
             workload=self.results.experiment.workload,
             arm=arm.name,
             settings=arm.settings,
-            input=to_builtins(prepared.slow_input if arm.slow else prepared.input),
+            input=to_builtins(self._prepared[arm.slow].input),
             measures=[measure.name for measure in self.results.measures],
             # A folder per cell: a killed cell cannot leave files for the next one.
             directory=str(self._scratch / f"cell-{cell.order}"),
             block=cell.block,
-            baseline=baseline,
+            baseline=next(baselines, None),
         )
 
     def _check_machine(self, scratch: Path) -> None:
@@ -220,9 +213,8 @@ class ExperimentRun(BlockRun):
         before = self.results.environment
         # Results of earlier versions lack some keys.
         if any(before.get(key, found[key]) != found[key] for key in ("versions", "processor", "coder")):
-            raise UsageError(
-                "the machine or its software has changed since this run began", remedy="begin again with another --out"
-            )
+            message = "the machine or its software has changed since this run began"
+            raise UsageError(message, remedy="begin again with another --out")
         self.results = replace(self.results, environment=found)
 
 

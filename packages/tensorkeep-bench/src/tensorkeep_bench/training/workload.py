@@ -24,7 +24,7 @@ from tensorkeep.ext import counted, format_bytes, prepared
 from tensorkeep_bench.results import Measure, Settings, Subject
 from tensorkeep_bench.training import cell
 from tensorkeep_bench.training.cell import THREADS, LossGate, PartnerTask, reference_losses, run_on_ranks
-from tensorkeep_bench.workload import Outcome, PreparedInputs, Task, Workload, convert
+from tensorkeep_bench.workload import Outcome, PreparedInput, PreparedInputs, Task, Workload, convert
 
 DEFAULT_RECIPE = "shakespeare-char-cpu"
 RANKS = "ranks"  # the setting of an arm that a recipe does not have: by how many processes torchrun trains it
@@ -144,8 +144,8 @@ class TrainingWorkload(Workload[TrainingSettings, Settings]):
         configs = [given.arm_config(arm) for arm in arms]
         data = given.open_data(scratch / "data")
         given = msgspec.structs.replace(given, data=str(data.path))
-        subject = _describe(configs[0], given, data)
-        return PreparedInputs(given, given, subject, subject)
+        prepared = PreparedInput(given, _describe(configs[0], given, data))
+        return prepared, prepared
 
     def measures_of(self, settings: TrainingSettings) -> list[str]:
         return [each.name for each in MEASURES if each.name != cell.LOSS_IN_TIME or settings.seconds is not None]
