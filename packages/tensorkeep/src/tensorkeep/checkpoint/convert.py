@@ -86,7 +86,11 @@ def convert(
     >>> folder.cleanup()
     """
     src, dst = checkpoint_path(src), checked_path(dst, stores=True)
-    _check_outside(src, dst)
+    # Links are resolved: the destination may lie inside the source under another name.
+    source, destination = (absolute(as_path(path), follow_links=True) for path in (src, dst))
+    if source in destination.parents:
+        text = "the destination is inside the source, which is never changed"
+        raise UsageError(text, path=dst, remedy="choose a path outside of the source")
     to = format_for(dst, to)
     request = check_request(dst, compression, to, overwrite, None, None, threads, memory_budget, settings, options)
     with (
@@ -116,14 +120,6 @@ def format_for(dst: PathLike, to: str | None = None) -> str:
         remedy = f"leave the suffix out, or write {by_suffix} (to={by_suffix!r}, --to {by_suffix})"
         raise UsageError(f"the suffix {suffix} belongs to the format {by_suffix}, not to {to}", path=dst, remedy=remedy)
     return to or by_suffix
-
-
-def _check_outside(src: PathLike, dst: PathLike) -> None:
-    # Links are resolved: the destination may lie inside the source under another name.
-    source, destination = (absolute(as_path(path), follow_links=True) for path in (src, dst))
-    if source in destination.parents:
-        text = "the destination is inside the source, which is never changed"
-        raise UsageError(text, path=dst, remedy="choose a path outside of the source")
 
 
 def _selected(reader: Reader, select: str | Iterable[str] | None) -> Flat[Source]:

@@ -474,21 +474,6 @@ class Differences:
         ).rstrip()
 
 
-def match_targets(given: Mapping[str, StateLeaf], reader: Reader, chosen: list[str]) -> dict[str, Target]:
-    """Where the chosen tensors go. Raises StateMismatchError if tensors share memory in the state only."""
-    conflict = sharing_conflict_of(given, reader, set(chosen))
-    if conflict is not None:
-        first, second = conflict
-        raise StateMismatchError(
-            f"{second!r} shares memory with {first!r} in the state, but not in the same way in the checkpoint; "
-            "nothing was touched",
-            path=reader.path,
-            remedy="give each tensor of the state its own memory, or load without `into`",
-            different=(first, second),
-        )
-    return _targets(given, chosen)
-
-
 def _targets(given: Mapping[str, StateLeaf], chosen: list[str]) -> dict[str, Target]:
     wanted = set(chosen)
     bases = find_aliases(found.leaf for found in given.values())
@@ -751,9 +736,17 @@ class StateMatch:
         if found:
             raise self._error(found)
         # Each round moves tensors out of the filled ones, so this ends.
-        while self._resolves_conflict():
-            pass
-        return match_targets(self._filled(), self._reader, self._kept())
+        while (conflict := sharing_conflict_of(self._filled(), self._reader, {*self._kept()})) is not None:
+            if not any(map(self._gives_new_memory, conflict)):
+                first, second = conflict
+                raise StateMismatchError(
+                    f"{second!r} shares memory with {first!r} in the state, but not in the same way in the checkpoint; "
+                    "nothing was touched",
+                    path=self._reader.path,
+                    remedy="give each tensor of the state its own memory, or load without `into`",
+                    different=conflict,
+                )
+        return _targets(self._filled(), self._kept())
 
     def _error(self, found: Differences) -> StateMismatchError:
         """The error about what does not fit, with the remedy of a mistake that is often made."""
@@ -827,25 +820,22 @@ class StateMatch:
             warning.missing, warning.extra, warning.different = self.skipped.names()
             warn_caller(warning)
 
-    def _resolves_conflict(self) -> bool:
-        """Give new memory to tensors that share memory in the state only, if their object can take them from there."""
-        conflict = sharing_conflict_of(self._filled(), self._reader, self._kept())
-        for name in conflict or ():
-            owner = self._owner(self._given_paths[name])
-            if owner is None or name not in owner.wanted:
-                continue
-            new, replaced = owner.wanted, owner.given
-            if is_module(owner.stateful.value):
-                # The values may be equal although they were saved separately; `_check_tied` compares them.
-                tied = tied_with(name, self._given)
-                if not owner.wanted.issuperset(tied):
-                    continue
-                self.tied.append(tied)
-                new = replaced = {*tied}
-            self.new |= new
-            self._replaced |= replaced
-            return True
-        return False
+    def _gives_new_memory(self, name: str) -> bool:
+        """Give new memory to a tensor that shares memory in the state only, if its object can take it from there."""
+        owner = self._owner(self._given_paths[name])
+        if owner is None or name not in owner.wanted:
+            return False
+        new, replaced = owner.wanted, owner.given
+        if is_module(owner.stateful.value):
+            # The values may be equal although they were saved separately; `_check_tied` compares them.
+            tied = tied_with(name, self._given)
+            if not owner.wanted.issuperset(tied):
+                return False
+            self.tied.append(tied)
+            new = replaced = {*tied}
+        self.new |= new
+        self._replaced |= replaced
+        return True
 
     def _kept(self) -> list[str]:
         return [name for name in self.chosen if name not in self.new]

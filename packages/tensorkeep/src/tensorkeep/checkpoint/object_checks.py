@@ -3,7 +3,7 @@
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -225,18 +225,14 @@ def refusals(value: Any, saved: Any) -> Iterator[tuple[KeyPath, str]]:
     """Yield what an object would refuse of its saved state: the keys in it, and the reason in words."""
     torch = sys.modules.get("torch")
     if has_check(value):
-        yield from _by_its_check(value.check_state_dict, saved)
+        try:
+            value.check_state_dict(_without_data(saved))
+        except TensorkeepError as error:
+            yield (), error.message
+        except REFUSALS as error:
+            yield (), str(error) or type(error).__name__
     elif torch is not None and isinstance(value, torch.optim.Optimizer):
         yield from _by_optimizer(value, saved)
-
-
-def _by_its_check(check: Callable[[Any], object], saved: Any) -> Iterator[tuple[KeyPath, str]]:
-    try:
-        check(_without_data(saved))
-    except TensorkeepError as error:
-        yield (), error.message
-    except REFUSALS as error:
-        yield (), str(error) or type(error).__name__
 
 
 def _without_data(saved: Any) -> Any:

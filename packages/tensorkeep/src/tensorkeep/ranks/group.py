@@ -361,13 +361,14 @@ class _GroupState:
         self.tickets: list[threading.Event] = []
 
 
-class GroupCoordinator(RankCoordinator):
-    """The ranks of a process group; the threads that write use ``writer``, see `SaveTicket`."""
+class GroupCoordinator(Channel, RankCoordinator):
+    """The ranks of a process group, for the threads that call `save`; those that write use ``writer``."""
 
     is_distributed = True
 
     def __init__(self, state: _GroupState, timeout: float) -> None:
-        self._caller, self.writer = Channel(state.caller, timeout), Channel(state.writer, timeout)
+        super().__init__(state.caller, timeout)
+        self.writer = Channel(state.writer, timeout)
         self.rank, self.size, self.lock = state.caller.rank, state.caller.size, state.caller.lock
         self.is_main = self.rank == 0
         self.remembered = state.remembered
@@ -375,18 +376,10 @@ class GroupCoordinator(RankCoordinator):
 
     @property
     def lost(self) -> RanksDisagreeError | None:  # type: ignore[override]  # read only
-        return self._caller.connection.lost
+        return self.connection.lost
 
     def ticket(self) -> SaveTicket:
         return SaveTicket(self._tickets)
-
-    def connect(self) -> None:
-        # At once, so that a rank that ends later is missed immediately and not at the timeout.
-        for channel in (self._caller, self.writer):
-            channel.connect("connecting")
-
-    def gather(self, value: Any, what: str, *, of: Any = Any) -> list[Any]:
-        return self._caller.gather(value, what, of=of)
 
     @contextmanager
     def reporting_errors(self, what: str) -> Iterator[None]:
@@ -394,7 +387,7 @@ class GroupCoordinator(RankCoordinator):
             try:
                 yield
             except BaseException as error:
-                self._caller.report(error, what)
+                self.report(error, what)
                 raise
 
     @contextmanager
@@ -428,5 +421,7 @@ def ranks_of(group: Group, timeout: float | None) -> RankCoordinator:
         return GroupCoordinator(state, seconds)
     _groups[group] = state = _GroupState(group)
     ranks = GroupCoordinator(state, seconds)
-    ranks.connect()
+    # At once, so that a rank that ends later is missed immediately and not at the timeout.
+    for channel in (ranks, ranks.writer):
+        channel.connect("connecting")
     return ranks

@@ -127,11 +127,14 @@ def find_aliases(leaves: Iterable[Leaf]) -> dict[str, Alias]:
     # stored separately.
     groups: dict[Hashable, list[_Candidate]] = {}
     leaves = list(leaves)
-    found = _tied(leaf for leaf in leaves if isinstance(leaf, ShardedLeaf))
+    found: dict[str, Alias] = {}
+    tied: dict[Hashable, ShardedLeaf] = {}
     for leaf in leaves:
         # Of DTensors only full views count: other ranks could not make a view of a part of this local tensor.
-        candidate = None if isinstance(leaf, ShardedLeaf) else _candidate(leaf)
-        if candidate is not None:
+        if isinstance(leaf, ShardedLeaf):
+            if (base := tied.setdefault(leaf.sharing, leaf)) is not leaf:
+                found[leaf.name] = full_view(base.name, leaf.shape)
+        elif (candidate := _candidate(leaf)) is not None:
             # A tensor and an array never share, even at one address.
             place = candidate.extent.device if leaf.is_torch else "numpy"
             groups.setdefault((place, leaf.dtype.name), []).append(candidate)
@@ -140,16 +143,6 @@ def find_aliases(leaves: Iterable[Leaf]) -> dict[str, Alias]:
             found.update(_aliases_in(group))
     # In the order of the state, so that manifests do not depend on addresses.
     return {leaf.name: found[leaf.name] for leaf in leaves if leaf.name in found}
-
-
-def _tied(leaves: Iterable[ShardedLeaf]) -> dict[str, Alias]:
-    first: dict[Hashable, ShardedLeaf] = {}
-    found: dict[str, Alias] = {}
-    for leaf in leaves:
-        base = first.setdefault(leaf.sharing, leaf)
-        if base is not leaf:
-            found[leaf.name] = full_view(base.name, leaf.shape)
-    return found
 
 
 class _Candidate(NamedTuple):
