@@ -49,37 +49,22 @@ def prefix(destination: Path) -> str:
     return f".{start}.{xxhash.xxh3_64_hexdigest(name)[:8]}."
 
 
-def lock(temporary: Path) -> int | None:
-    """Lock a new temporary. None if another writer took the temporary for abandoned and removed it."""
+def _lock_temporary(temporary: Path, mode: int, absent: type[OSError]) -> int | None:
+    """Lock a temporary; None after an error of the kind ``absent``, or if another directory is at its path by then."""
     try:
         fd = _open_directory(temporary)
-    except FileNotFoundError:
+    except absent:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        # Another writer may have removed the directory between our mkdir and our lock.
-        if os.path.lexists(temporary):
+        fcntl.flock(fd, mode)
+        # Another process may have removed or replaced the directory before we held the lock.
+        if os.path.samestat(os.fstat(fd), temporary.lstat()):
             return fd
+    except absent:
+        pass
     except BaseException:
         close(fd)
         raise
-    close(fd)
-    return None
-
-
-def adopt(temporary: Path) -> int | None:
-    """Lock an abandoned temporary to resume it. None if its writer is alive."""
-    try:
-        fd = _open_directory(temporary)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Another process may have replaced the directory at this path before we held the lock.
-        if os.path.samestat(os.fstat(fd), temporary.lstat()):
-            return fd
-    except OSError:
-        pass
     close(fd)
     return None
 
@@ -239,7 +224,7 @@ class Commit(PendingCommit):
     def _create_temporary(self) -> None:
         if self._adopted is None:
             temporary, fd = self._new_temporary()
-        elif (locked := adopt(self._adopted)) is not None:
+        elif (locked := _lock_temporary(self._adopted, fcntl.LOCK_EX | fcntl.LOCK_NB, OSError)) is not None:
             temporary, fd = self._adopted, locked
         else:
             raise BusyError("its writer is alive", path=self._adopted, remedy="wait for it to end")
@@ -253,7 +238,8 @@ class Commit(PendingCommit):
             temporary, fd = new_name(self.destination), None
             os.mkdir(temporary)
             try:
-                fd = lock(temporary)
+                # None: another writer took it for abandoned, and removed it.
+                fd = _lock_temporary(temporary, fcntl.LOCK_EX, FileNotFoundError)
                 if fd is None:
                     continue
                 # Of two writers that begin at once, at least one sees the other's lock here.
