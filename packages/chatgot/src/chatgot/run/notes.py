@@ -13,11 +13,6 @@ from chatgot.run.folder import Changes, RunFolder, Segment
 from chatgot.run.weights import InitialWeights
 from chatgot.techniques.stack import Stack
 
-# The sizes of the model do not matter: they have no defaults.
-_DEFAULTS = flat(
-    Config(recipe="", model=ModelConfig(vocab_size=1, context_length=1, n_layers=1, n_heads=1, d_model=2)).as_dict()
-)
-
 
 def ineffective_settings(config: Config) -> list[str]:
     """Return a note for each setting, other than its default, that has no effect in a run, or not the one it states."""
@@ -74,10 +69,12 @@ def _without(config: Config) -> Iterator[str]:
         ("optim", "muon_lr muon_momentum muon_steps muon_polynomials muon_beta2 muon_split", optimizer == "muon", muon),
         ("model", "rope_base", config.model.positions == "rotary", "model.positions is 'learned'"),
     ]
-    values = flat(config.as_dict())
+    # Sizes of a model have no defaults.
+    plain = ModelConfig(vocab_size=1, context_length=1, n_layers=1, n_heads=1, d_model=2)
+    values, defaults = flat(config.as_dict()), flat(Config(recipe="", model=plain).as_dict())
     for section, names, met, reason in needs:
         settings = [f"{section}.{name}" for name in names.split()]
-        changed = [name for name in settings if values[name] != _DEFAULTS[name]]
+        changed = [name for name in settings if values[name] != defaults[name]]
         if changed and not met:
             yield f"{' and '.join(changed)} {'have' if changed[1:] else 'has'} no effect: {reason}"
 
