@@ -527,10 +527,10 @@ def diff(
 
     Raises
     ------
-    NotFoundError, NotACheckpointError, UsageError
-        If nothing is at a path, or not a checkpoint; if a tolerance is not valid, or a pattern matches nothing.
-    CorruptCheckpointError, UnsupportedError, StoreError
-        If a block that is read is damaged, a checkpoint cannot be read by this installation, or the disk failed.
+    NotFoundError, NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
+        As `tensorkeep.load`, for either checkpoint.
+    UsageError
+        If a tolerance is not valid, or a pattern matches nothing.
 
     Examples
     --------

@@ -99,11 +99,8 @@ def info(path: PathLike, *, format: str | None = None, allow: AllowOption = None
 
     Raises
     ------
-    NotFoundError, NotACheckpointError
-        If nothing is at the path, or not a checkpoint.
-    CorruptCheckpointError, UnsupportedError, StoreError
-        If its description is damaged, or has a version, dtype or codec that this installation does not know, or the
-        disk failed.
+    NotFoundError, NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
+        As `tensorkeep.load`; of the damage, only what its description shows.
 
     Examples
     --------

@@ -88,8 +88,7 @@ def verify(
     NotFoundError, NotACheckpointError
         If nothing is at the path, or not a checkpoint. Damage is reported, not raised.
     UnsupportedError, UsageError, StoreError
-        If it has a version, dtype or codec that this installation does not know, an argument is wrong, or the disk
-        failed.
+        As `tensorkeep.load`.
 
     Examples
     --------

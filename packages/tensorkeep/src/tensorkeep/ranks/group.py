@@ -48,6 +48,10 @@ class RankCoordinator:
     lock: AbstractContextManager[object] = nullcontext()
     # The error that ended the last connection to the other ranks.
     lost: RanksDisagreeError | None = None
+    # Reports an error of the block to the other ranks, which wait in their next exchange.
+    reporting_errors: Callable[[str], AbstractContextManager[object]] = nullcontext
+    # Waits for all ranks at the end of the block; if it raised on one rank, it raises on all.
+    collective: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def gather(self, value: Any, what: str, *, of: Any = Any) -> list[Any]:
         """Return the values of all ranks, by rank; ``of`` is the type of a msgspec struct."""
@@ -55,14 +59,6 @@ class RankCoordinator:
 
     def broadcast(self, value: Any, what: str) -> Any:
         return self.gather(value if self.is_main else None, what)[0]
-
-    def reporting_errors(self, what: str) -> AbstractContextManager[object]:
-        """Report an error of the block to the other ranks, which wait in their next exchange."""
-        return nullcontext()
-
-    def collective(self, what: str) -> AbstractContextManager[object]:
-        """Wait for all ranks at the end of the block; if it raised on one rank, it raises on all."""
-        return nullcontext()
 
 
 ONE_RANK = RankCoordinator()
