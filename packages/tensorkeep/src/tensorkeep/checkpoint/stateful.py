@@ -154,8 +154,7 @@ def load_objects(state: Any, loaded: Any, load: LoadObject, path: KeyPath = ()) 
         return loaded
     mine = dict(given)
     return with_items(
-        loaded,
-        {key: load_objects(mine[key], item, load, (*path, key)) if key in mine else item for key, item in found},
+        loaded, {key: load_objects(mine[key], item, load, (*path, key)) if key in mine else item for key, item in found}
     )
 
 

@@ -11,11 +11,7 @@ if TYPE_CHECKING:
     from tensorkeep.distributed.writer import DcpWriter
     from tensorkeep.state.skeleton import PerRank
 
-_MODULES = {
-    "DcpReader": "distributed.reader",
-    "DcpWriter": "distributed.writer",
-    "PerRank": "state.skeleton",
-}
+_MODULES = {"DcpReader": "distributed.reader", "DcpWriter": "distributed.writer", "PerRank": "state.skeleton"}
 
 __all__ = ["DcpReader", "DcpWriter", "PerRank"]
 

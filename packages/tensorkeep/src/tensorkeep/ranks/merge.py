@@ -142,10 +142,7 @@ def merge_tensors(outlines: Sequence[RankOutline]) -> MergedTensors:
 
 
 def _add(
-    rank: int,
-    own: Tensors,
-    tensors: dict[str, tuple[int, TensorOutline]],
-    aliases: dict[str, tuple[int, AliasRecord]],
+    rank: int, own: Tensors, tensors: dict[str, tuple[int, TensorOutline]], aliases: dict[str, tuple[int, AliasRecord]]
 ) -> None:
     for tensor in own.tensors:
         first, known = tensors.setdefault(tensor.name, (rank, tensor))
