@@ -1,4 +1,4 @@
-"""The steps of a folder: their numbers, and removing one and nothing else."""
+"""The steps of a folder: their numbers, removing one and nothing else, and the direction of a metric by its name."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ import torch
 
 import tensorkeep
 from tensorkeep.runs.backends import LocalBackend
-from tensorkeep.runs.steps import step_number, step_path
+from tensorkeep.runs.steps import direction, step_number, step_path, usual_metric
 from tensorkeep.storage import commit
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.format_suite import content, names_in
@@ -90,3 +90,29 @@ def test_a_removal_that_the_system_refuses_is_an_error(step: Path, tmp_path: Pat
         LocalBackend(step.parent).remove(step)
     assert "cannot delete the step: Permission denied" in error.value.message
     assert names_in(tmp_path) == ["step-000001"]
+
+
+METRICS = {
+    "min": "loss val_loss eval/loss valLoss validation_loss train.loss perplexity val_ppl top1_error wer"
+    " MSE rmse loss_0 bpb",
+    "max": "acc accuracy val_acc top1_accuracy acc@5 acc5 f1 macro_f1 F1 bleu bleu4 rougeL rouge1 auc roc_auc mAP"
+    " map50 r2 mean_reward eval/accuracy",
+    None: "score lr step accumulated accuracy_loss neg_mse negative_loss loss_scale mapping rank format"
+    " tokens_per_second",
+}
+
+
+def test_the_direction_of_a_metric_by_its_name() -> None:
+    for mode, names in METRICS.items():
+        assert {name: direction(name) for name in names.split()} == dict.fromkeys(names.split(), mode)
+
+
+def test_the_metric_that_is_meant() -> None:
+    for usual, names in [
+        *((None, []), ("score", ["score"]), ("loss", ["loss", "accuracy"]), ("val_loss", ["loss", "val_loss"])),
+        ("eval/loss", ["train/loss", "eval/loss", "eval/accuracy"]),
+    ]:
+        with case(names):
+            assert usual_metric(names) == usual
+    with pytest.raises(tensorkeep.UsageError, match=r"several metrics: a_loss, b_loss\n.*metric=\"a_loss\"$"):
+        usual_metric(["b_loss", "a_loss"])

@@ -19,9 +19,9 @@ from tensorkeep.checkpoint import ranges
 from tensorkeep.distributed import PerRank
 from tensorkeep.errors import BusyError
 from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats.blockfile import plan
 from tensorkeep.formats.blockfile.plan import Grid
 from tensorkeep.formats.finding import open_reader
-from tensorkeep.formats.native import writer
 from tensorkeep.runs import backends
 from tensorkeep.testing.cases import case
 
@@ -72,7 +72,7 @@ def coarse_blocks(path: str) -> int:
     """Save with blocks of 64 MiB, the largest that the format allows, and load other boxes of them."""
     grid = Grid(64 * 1024**2)
     tensor = torch.arange(6_000_000.0).view(2000, 3000)
-    with mock.patch.multiple(writer, RAW_GRID=grid, CODED_GRID=grid):
+    with mock.patch.multiple(plan, RAW_GRID=grid, CODED_GRID=grid):
         save({"w": sharded(tensor)}, path)
     columns = sharded(torch.zeros_like(tensor), dim=1)
     load(path, into={"w": columns})
