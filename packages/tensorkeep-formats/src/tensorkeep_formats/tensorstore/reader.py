@@ -327,7 +327,14 @@ def _open_all(
 
 
 def start_open(directory: ArrayDirectory, known: KnownArray, context: Any, *, fill_missing: bool) -> Any:
-    spec = specs.open_spec(directory, known.key, known.zarr, fill_missing=fill_missing)
+    spec = {
+        "driver": specs.DRIVER[known.zarr],
+        "kvstore": directory.spec(known.key),
+        # False makes a missing chunk an error; True reads it as the fill value.
+        "fill_missing_data_reads": fill_missing,
+        "recheck_cached_data": "open",
+        "recheck_cached_metadata": "open",
+    }
     return tensorstore().open(spec, open=True, read=True, write=False, context=context)
 
 

@@ -269,7 +269,7 @@ class T5XOptions(ArrayOptions, frozen=True):
         return TensorStoreOptions(zarr=2, **msgspec.structs.asdict(self))
 
 
-_DRIVER = {2: "zarr", 3: "zarr3"}
+DRIVER = {2: "zarr", 3: "zarr3"}
 _MAX_KEY = 200
 MAX_DIMENSIONS = 32  # TensorStore's limit
 # An attribute of the group. It shows that a sidecar is missing.
@@ -374,23 +374,12 @@ def layout_of(dtype: DType, shape: Sequence[int], options: TensorStoreOptions) -
     return ArrayLayout(types, tuple(shape), chunk, shard)
 
 
-def open_spec(directory: ArrayDirectory, key: str, zarr: int, *, fill_missing: bool) -> dict[str, Any]:
-    return {
-        "driver": _DRIVER[zarr],
-        "kvstore": directory.spec(key),
-        # False makes a missing chunk an error; True reads it as the fill value.
-        "fill_missing_data_reads": fill_missing,
-        "recheck_cached_data": "open",
-        "recheck_cached_metadata": "open",
-    }
-
-
 def create_spec(
     directory: ArrayDirectory, key: str, layout: ArrayLayout, options: TensorStoreOptions
 ) -> dict[str, Any]:
     compressor = parse_compressor(options.compressor, options.zarr)
     return {
-        "driver": _DRIVER[options.zarr],
+        "driver": DRIVER[options.zarr],
         "kvstore": directory.spec(key),
         "metadata": _zarr2(layout, compressor) if options.zarr == 2 else _zarr3(layout, compressor, options),
         # TensorStore would leave out chunks of zeros, and a lost chunk would read as zeros.

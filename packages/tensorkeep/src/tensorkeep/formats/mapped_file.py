@@ -159,7 +159,8 @@ class FetchedFile(MappedFile):
     @contextmanager
     def all_needed(self, ranges: Iterable[tuple[int, int]]) -> Iterator[None]:
         ranges = [*ranges]
-        self.prefetch(ranges)
+        if len(ranges) > 1:
+            self.prefetch(ranges)
         with ExitStack() as stack:
             for start, stop in ranges:
                 stack.enter_context(self.needed(start, stop))

@@ -109,10 +109,14 @@ def load_untrusted(content: Bytes, archive: Archive, path: Path, allow: Collecti
     names = [name for name in recorder.globals if not is_known(name) and name not in allow]
     # The classes of a TorchScript archive are its own code, which is not read.
     names = sorted(name for name in names if not (archive.is_script and name.startswith(_SCRIPT)))
-    refusal = _refusal(path, names) if names else None
-    # A file that runs commands is refused even if the caller wants only a part of the state.
-    if refusal is not None and any(COMMANDS.fullmatch(name) for name in names):
-        raise refusal
+    refusal = None
+    if names:
+        text = f"its pickle calls {', '.join(names)}: loading it would run code from the file"
+        # A file that runs commands is refused even if the caller wants only a part of the state.
+        if command := next(filter(COMMANDS.fullmatch, names), None):
+            remedy = f"do not load it elsewhere: a checkpoint has no use for {command}, which runs code"
+            raise UnsupportedError(text, path=path, remedy=remedy)
+        refusal = UnsupportedError(text, path=path, remedy=f'to read all else, select="*"; {_allow_remedy(names)}')
     # A value that is referenced twice may be copied twice, so the limit is a multiple of the pickle.
     rebuilder = StateRebuilder(storage, allow, SHARED_VALUES + 16 * archive.pickle_bytes, script=archive.is_script)
     try:
@@ -149,15 +153,6 @@ def is_known(name: str) -> bool:
     if module in ("torch", "torch.storage", "torch.cuda") and own.endswith("Storage"):
         return True
     return name in _KNOWN or (module == "torch" and isinstance(vars(torch).get(own), (torch.dtype, torch.qscheme)))
-
-
-def _refusal(path: Path, names: list[str]) -> UnsupportedError:
-    commands = [name for name in names if COMMANDS.fullmatch(name)]
-    calls = f"its pickle calls {', '.join(names)}: loading it would run code from the file"
-    remedy = f'to read all else, select="*"; {_allow_remedy(names)}'
-    if commands:
-        remedy = f"do not load it elsewhere: a checkpoint has no use for {commands[0]}, which runs code"
-    return UnsupportedError(calls, path=path, remedy=remedy)
 
 
 def _allow_remedy(names: Iterable[str]) -> str:
@@ -384,9 +379,6 @@ class StateRebuilder:
                 made._metadata = self.value(item, depth + 1)
         return made
 
-    def _counter(self, call: Call, depth: int) -> Any:
-        return Counter(self._fill({}, [*(call.args[0] if call.args else ()), *call.pairs], depth))
-
     def _set(self, call: Call, depth: int) -> Any:
         kind = frozenset if call.function.name == "frozenset" else set
         items = [*(call.args[0] if call.args else ()), *call.items]
@@ -603,7 +595,9 @@ _UTILS = "torch._utils._rebuild"
 # Classes and functions that are rebuilt without permission, by full name.
 _KNOWN: dict[str, _Rebuild] = {
     "collections.OrderedDict": StateRebuilder._ordered,
-    "collections.Counter": StateRebuilder._counter,
+    "collections.Counter": lambda rebuilder, call, depth: Counter(
+        rebuilder._fill({}, [*(call.args[0] if call.args else ()), *call.pairs], depth)
+    ),
     "builtins.set": StateRebuilder._set,
     "builtins.frozenset": StateRebuilder._set,
     "builtins.complex": _with_values(complex),
