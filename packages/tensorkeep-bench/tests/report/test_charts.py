@@ -9,8 +9,8 @@ from documents import summarise
 from report import documents
 from report.documents import read
 from tensorkeep.pages.canvas import PALETTE
+from tensorkeep_bench.report.drawing import EVEN, GAIN_LEGEND, gain_colour
 from tensorkeep_bench.report.html import amount_bars, bars_note, loss_charts, losses_note, report_page
-from tensorkeep_bench.report.images import EVEN, GAIN_LEGEND, gain_colour
 from tensorkeep_bench.report.tables import gain_map
 from tensorkeep_bench.results import Results
 

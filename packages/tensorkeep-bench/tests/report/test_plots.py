@@ -13,11 +13,11 @@ from PIL import Image
 from report import documents
 from report.documents import read
 from tensorkeep.pages import canvas
-from tensorkeep.pages.canvas import PALETTE, Canvas, Line, Text, log_ticks, text_width
+from tensorkeep.pages.canvas import PALETTE, Canvas, Line, Text, text_width
 from tensorkeep_bench import wording
 from tensorkeep_bench.report import plots
+from tensorkeep_bench.report.drawing import log_ticks, png_file, svg_file
 from tensorkeep_bench.report.html import report_page
-from tensorkeep_bench.report.images import png_file, svg_file
 from tensorkeep_bench.report.plots import Plot, draw_plots, shown_arms, wanted
 
 HOSTILE = '<script>alert("$x^2$")</script> & \' -- ]]> 東京'

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from documents import summarise
-from tensorkeep.pages.canvas import Axis, Canvas, Text
+from tensorkeep.pages.canvas import Canvas, Text
 from tensorkeep_bench.report import plots
+from tensorkeep_bench.report.drawing import Axis
 from tensorkeep_bench.report.measures import compared_arms
 from tensorkeep_bench.report.plots import TradeOff
 from tensorkeep_bench.report.sentences import noise_lines

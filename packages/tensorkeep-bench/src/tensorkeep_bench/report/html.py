@@ -30,7 +30,7 @@ from tensorkeep.ext.pages import (
 )
 from tensorkeep.ext.storage import replace_file
 from tensorkeep_bench.report import sentences, tables
-from tensorkeep_bench.report.images import GAIN_LEGEND, png_file, svg_file
+from tensorkeep_bench.report.drawing import GAIN_LEGEND, png_file, svg_file
 from tensorkeep_bench.report.measures import (
     GIB,
     compared_arms,

@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from tensorkeep.ext import number
-from tensorkeep.ext.pages import Axis, Box, Canvas, Line, Point, Text, text_width
-from tensorkeep_bench.report.images import gain_colour
+from tensorkeep.ext.pages import Box, Canvas, Line, Point, Text, text_width
+from tensorkeep_bench.report.drawing import Axis, gain_colour
 from tensorkeep_bench.report.measures import compared_arms, compared_measures, scale_of, subject_and_machine
 from tensorkeep_bench.report.tables import why_not_run
 from tensorkeep_bench.results import Arm, Effect, Interaction, Measure, Results, StackStep

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from tensorkeep.ext import counted, format_rate, number
 from tensorkeep.ext.pages import ReportTable, TableEntry
-from tensorkeep_bench.report.images import gain_colour
+from tensorkeep_bench.report.drawing import gain_colour
 from tensorkeep_bench.report.measures import (
     GIB,
     FigureScale,

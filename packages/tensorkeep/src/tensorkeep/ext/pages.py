@@ -3,13 +3,13 @@
 from tensorkeep.pages.canvas import (
     PALETTE,
     SIZE,
-    Axis,
     Box,
     Canvas,
     Line,
     Point,
     Shape,
     Text,
+    round_ticks,
     text_width,
 )
 from tensorkeep.pages.curves import Chart, Curve, chart
@@ -19,7 +19,6 @@ from tensorkeep.pages.rendering import PageKind, check_page, render_page
 __all__ = [
     "PALETTE",
     "SIZE",
-    "Axis",
     "Bars",
     "Box",
     "Canvas",
@@ -37,5 +36,6 @@ __all__ = [
     "check_page",
     "facts_of",
     "render_page",
+    "round_ticks",
     "text_width"
 ]  # fmt: skip

@@ -142,41 +142,6 @@ def text_width(text: str, size: float = SIZE) -> float:
     return size * sum(widths)
 
 
-# Axes
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """Maps values from ``low`` to ``high`` to pixels from ``start`` to ``end``, linearly or by their logarithm."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool = False
-
-    def at(self, value: float) -> float:
-        # Clipped, so that a shape never leaves its panel.
-        value = min(max(value, self.low), self.high)
-        if self.log:
-            part = math.log(value / self.low) / math.log(self.high / self.low)
-        else:
-            part = (value - self.low) / (self.high - self.low)
-        return self.start + part * (self.end - self.start)
-
-    def ticks(self, suffix: str = "") -> list[tuple[float, str]]:
-        ticks = log_ticks(self.low, self.high) if self.log else round_ticks(self.low, self.high)
-        kept: list[tuple[float, str]] = []
-        # From 1 outwards, which the axis of gains has in any case.
-        for tick in sorted(ticks, key=lambda tick: abs(math.log(tick))) if self.log else ticks:
-            label = f"{tick:,.6g}{suffix}" if self.log else f"{tick:,.10g}{suffix}"
-            # Labels of a horizontal axis never overlap.
-            far = text_width(label, 11) / 2 + 5
-            if all(abs(self.at(tick) - self.at(other)) > far + text_width(text, 11) / 2 for other, text in kept):
-                kept.append((tick, label))
-        return sorted(kept)
-
-
 def round_ticks(low: float, high: float, most: int = 5) -> list[float]:
     span = high - low
     if not span:
@@ -188,25 +153,6 @@ def round_ticks(low: float, high: float, most: int = 5) -> list[float]:
     # Quotients are rounded: a limit that is a multiple of the step is a tick, too.
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [round(place * step, -exponent) for place in range(first, last + 1)]
-
-
-def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return at most so many round numbers between two positive limits, 1 among them if it lies there."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    # From fine to coarse, until there are few enough ticks.
-    for steps in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
-        ticks = [step * 10.0**power for power in decades for step in steps if low <= step * 10.0**power <= high]
-        if 3 <= len(ticks) <= most:
-            return ticks
-        if len(ticks) < 3:
-            break
-    else:
-        # Multiples of the stride, so that 1 is a tick.
-        stride = math.ceil(len(ticks) / most)
-        return [10.0**power for power in decades if power % stride == 0 and low <= 10.0**power <= high]
-    if high / low < 4:
-        return [tick for tick in round_ticks(low, high, most - 1) if tick > 0]
-    return [step * 10.0**power for power in decades for step in (1, 2, 5) if low <= step * 10.0**power <= high]
 
 
 # Amounts have one colour, stronger for larger ones.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tensorkeep.pages.canvas import Axis, Canvas, Line, Point, Text, round_ticks, text_width
+from tensorkeep.pages.canvas import Canvas, Line, Point, Text, round_ticks, text_width
 from tensorkeep.units import number
 
 WIDTH, HEIGHT = 440, 210
@@ -60,23 +60,28 @@ def chart(title: str, curves: Sequence[Curve], *, by: str = "step") -> Chart | N
     if not drawn:
         return None
     every = [point for curve in drawn for point in curve.points]
-    first, last = min(x for x, _ in every), max(x for x, _ in every)
-    low, high = _limits([y for _, y in every])
+    first, last = min(step for step, _ in every), max(step for step, _ in every)
+    low, high = _limits([value for _, value in every])
     values = _labels(round_ticks(low, high))
     steps = _labels([tick for tick in round_ticks(first, last) if by != "step" or tick == round(tick)])
     # Values that hardly differ have long labels; half of the label of the last step is beside the area.
     left = max(_LEFT, math.ceil(max(text_width(text, 11) for _, text in values)) + 8)
     right = WIDTH - max(_RIGHT, math.ceil(max((text_width(text, 11) for _, text in steps), default=0) / 2))
-    across = Axis(first, last if last > first else first + 1, left, right)
-    down = Axis(low, high, HEIGHT - _BOTTOM, _TOP)
+
+    def x(step: float) -> float:
+        return left + (step - first) / (last - first or 1) * (right - left)
+
+    def y(value: float) -> float:
+        return HEIGHT - _BOTTOM - (value - low) / (high - low) * (HEIGHT - _BOTTOM - _TOP)
+
     canvas = Canvas(WIDTH, HEIGHT)
     for value, text in values:
-        y = down.at(value)
-        canvas.add(Line([(left, y), (right, y)], "grid"), Text(left - 6, y + 3.5, text, 11, "faint", "end"))
+        canvas.add(Line([(left, y(value)), (right, y(value))], "grid"))
+        canvas.add(Text(left - 6, y(value) + 3.5, text, 11, "faint", "end"))
     for step, text in steps:
-        canvas.add(Text(across.at(step), HEIGHT - _BOTTOM + 16, text, 11, "faint", "middle"))
+        canvas.add(Text(x(step), HEIGHT - _BOTTOM + 16, text, 11, "faint", "middle"))
     for curve in drawn:
-        points = [(across.at(x), down.at(y)) for x, y in _thinned(curve.points)]
+        points = [(x(step), y(value)) for step, value in _thinned(curve.points)]
         canvas.add(Line(points, curve.colour, 1.6, name="curve"))
         if len(points) == 1:  # which a line does not show
             canvas.mark("circle", *points[0], curve.colour, size=2.5)

@@ -1,12 +1,14 @@
-"""Plots as files, in SVG and PNG, and the colours of gains."""
+"""What plots need besides shapes: axes with ticks, colours of gains, and files in SVG and PNG."""
 
 import io
+import math
 import unicodedata
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from tensorkeep.errors import import_extra
-from tensorkeep.ext.pages import PALETTE, Box, Canvas, Line, Shape, Text
+from tensorkeep.ext.pages import PALETTE, Box, Canvas, Line, Shape, Text, round_ticks, text_width
 
 FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', sans-serif"
 # Positions and sizes are pixels.
@@ -14,6 +16,58 @@ _TITLE_HEIGHT = 34
 _ANCHORS = {"start": "l", "middle": "m", "end": "r"}  # of Pillow, horizontally
 _PIXELS = 2  # of a PNG, for each pixel of the canvas
 _SUPERSAMPLED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Maps values from ``low`` to ``high`` to pixels from ``start`` to ``end``, linearly or by their logarithm."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        # Clipped, so that a shape never leaves its panel.
+        value = min(max(value, self.low), self.high)
+        if self.log:
+            part = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            part = (value - self.low) / (self.high - self.low)
+        return self.start + part * (self.end - self.start)
+
+    def ticks(self, suffix: str = "") -> list[tuple[float, str]]:
+        ticks = log_ticks(self.low, self.high) if self.log else round_ticks(self.low, self.high)
+        kept: list[tuple[float, str]] = []
+        # From 1 outwards, which the axis of gains has in any case.
+        for tick in sorted(ticks, key=lambda tick: abs(math.log(tick))) if self.log else ticks:
+            label = f"{tick:,.6g}{suffix}" if self.log else f"{tick:,.10g}{suffix}"
+            # Labels of a horizontal axis never overlap.
+            far = text_width(label, 11) / 2 + 5
+            if all(abs(self.at(tick) - self.at(other)) > far + text_width(text, 11) / 2 for other, text in kept):
+                kept.append((tick, label))
+        return sorted(kept)
+
+
+def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Return at most so many round numbers between two positive limits, 1 among them if it lies there."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    # From fine to coarse, until there are few enough ticks.
+    for steps in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
+        ticks = [step * 10.0**power for power in decades for step in steps if low <= step * 10.0**power <= high]
+        if 3 <= len(ticks) <= most:
+            return ticks
+        if len(ticks) < 3:
+            break
+    else:
+        # Multiples of the stride, so that 1 is a tick.
+        stride = math.ceil(len(ticks) / most)
+        return [10.0**power for power in decades if power % stride == 0 and low <= 10.0**power <= high]
+    if high / low < 4:
+        return [tick for tick in round_ticks(low, high, most - 1) if tick > 0]
+    return [step * 10.0**power for power in decades for step in (1, 2, 5) if low <= step * 10.0**power <= high]
+
 
 # Gains have the same steps on both sides of 1 and in every map, so that twice as good and half as good are equally
 # strong.
