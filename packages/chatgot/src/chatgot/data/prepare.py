@@ -6,7 +6,7 @@ import os
 import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -164,15 +164,20 @@ def prepare(
         raise UsageError(f"processes is {processes}", remedy="give 1 or more, or leave it out")
     work = _Preparation(SplitRule(validation, seed), encoding, field, conversations, processes, progress)
     weights = parse_mixture(source)
-    learn = None if weights else tokenizer_factory(tokenizer, vocab_size)
+    # For a mixture, the choice of a tokenizer does not count if a source is prepared data.
+    make = partial(tokenizer_factory, tokenizer, vocab_size)
+    learn = None if weights else make()
     destination = Path(checked_path(out))
-    with Commit(destination, directory=True, overwrite=overwrite, replaceable=is_replaceable) as commit:
-        if learn is None:
-            # The choice does not count if prepared data has a tokenizer.
-            make = partial(tokenizer_factory, tokenizer, vocab_size)
+    with ExitStack() as stack:
+        # Before the folder of the data is made: nothing is written for a source that does not exist.
+        corpus = None if weights else stack.enter_context(work.opened(source))
+        commit = stack.enter_context(
+            Commit(destination, directory=True, overwrite=overwrite, replaceable=is_replaceable)
+        )
+        if corpus is None or learn is None:
             manifest, learned = work.write_mixture(os.fspath(source), weights, commit.path, make)
         else:
-            manifest, learned = work.write_source(source, commit.path, learn)
+            manifest, learned = work.write_corpus(corpus, commit.path, learn)
         commit.publish()
         return PreparedData(commit.destination, manifest.description(learned))
 
@@ -218,16 +223,18 @@ class _Preparation:
     processes: int | None
     progress: Progress | None
 
-    def write_source(self, source: PathLike, folder: Path, learn: TokenizerFactory) -> tuple[DataManifest, Tokenizer]:
-        with open_source(source, encoding=self.encoding, field=self.field) as corpus:
-            talks = has_conversations(corpus) if self.conversations is None else self.conversations
-            try:
-                reader, tokenizer, splits = self._write_corpus(corpus, talks, folder, learn)
-            except UsageError as error:  # of the tokenizer, which does not know the source
-                error.path = error.path or corpus.spec
-                raise
-            for note in _notes(corpus, reader, self.rule.seed):
-                logger.warning("%s: %s", corpus.spec, note)
+    def opened(self, source: PathLike) -> AbstractContextManager[Corpus]:
+        return open_source(source, encoding=self.encoding, field=self.field)
+
+    def write_corpus(self, corpus: Corpus, folder: Path, learn: TokenizerFactory) -> tuple[DataManifest, Tokenizer]:
+        talks = has_conversations(corpus) if self.conversations is None else self.conversations
+        try:
+            reader, tokenizer, splits = self._encode(corpus, talks, folder, learn)
+        except UsageError as error:  # of the tokenizer, which does not know the source
+            error.path = error.path or corpus.spec
+            raise
+        for note in _notes(corpus, reader, self.rule.seed):
+            logger.warning("%s: %s", corpus.spec, note)
         origin = CorpusRecord(
             spec=_recorded_path(corpus.spec),
             kind=CONVERSATIONS if talks else corpus.kind,
@@ -240,7 +247,7 @@ class _Preparation:
         )
         return _write_manifest(folder, origin, tokenizer, splits, self.rule), tokenizer
 
-    def _write_corpus(
+    def _encode(
         self, corpus: Corpus, talks: bool, folder: Path, learn: TokenizerFactory
     ) -> tuple[CorpusReader, Tokenizer, dict[str, Split]]:
         # A tokenizer may learn from the text, and one stream is cut at a number of characters: a pass before the
@@ -304,7 +311,8 @@ class _Preparation:
             if name not in prepared:
                 place = folder / f"part-{number}"
                 place.mkdir()
-                self.write_source(name, place, TokenizerFactory.of(tokenizer))
+                with self.opened(name) as corpus:
+                    self.write_corpus(corpus, place, TokenizerFactory.of(tokenizer))
             parts[name] = Dataset.open(place, verify=True, progress=self.progress)
             if parts[name].chat_tokenizer is not None:
                 raise UsageError(
@@ -327,7 +335,7 @@ class _Preparation:
 
         def texts() -> Iterator[Iterator[str]]:
             for name in names:
-                with open_source(name, encoding=self.encoding, field=self.field) as corpus:
+                with self.opened(name) as corpus:
                     yield from (each.texts for each in CorpusReader(corpus, Meter(1, None)).documents())
 
         return learn(texts() if learn.reads else iter(()), True)
