@@ -80,9 +80,8 @@ def affordable_rows(model: ModelConfig, device: torch.device) -> int:
 class TextScore(NamedTuple):
     """How well a model predicts a text."""
 
-    # The mean cross-entropy, in nats per token.
+    # The mean cross-entropy, in nats per token, and its exponential. Both depend on the tokenizer.
     loss: float
-    # The exponential of the loss. It depends on the tokenizer.
     perplexity: float
     # The cross-entropy of the text in bits, by its bytes in UTF-8; it can be compared between tokenizers. NaN for a
     # text without bytes.
@@ -114,7 +113,9 @@ def score_text(
     size = sum(int(counts[id]) * len(tokenizer.token_bytes(int(id))) for id in np.flatnonzero(counts))
     mean = evaluate(model, _reported(windows.batches(rows), len(windows), progress))
     bits = mean * windows.targets / math.log(2)
-    return TextScore(mean, _exp(mean), bits / size if size else math.nan, windows.targets, size)
+    # math.exp raises OverflowError instead of returning infinity.
+    perplexity = math.exp(mean) if mean < math.log(1e300) else math.inf
+    return TextScore(mean, perplexity, bits / size if size else math.nan, windows.targets, size)
 
 
 def _reported(batches: Iterator[Batch], total: int, progress: Progress | None) -> Iterator[Batch]:
@@ -125,11 +126,6 @@ def _reported(batches: Iterator[Batch], total: int, progress: Progress | None) -
         done = min(total, done + len(inputs))
         if progress is not None:
             progress(done, total)
-
-
-def _exp(loss: float) -> float:
-    # math.exp raises OverflowError instead of returning infinity.
-    return math.exp(loss) if loss < math.log(1e300) else math.inf
 
 
 def read_tokens(

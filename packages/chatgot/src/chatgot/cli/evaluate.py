@@ -1,7 +1,6 @@
 """``tensorkeep eval``: the loss of a run's model on a text, or its answers to multiple-choice questions."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from chatgot.data.batches import EvaluationWindows
 from chatgot.data.dataset import Dataset
 from chatgot.data.prepare import is_prepared
 from chatgot.data.sft_batches import windows_of
-from chatgot.data.tokenizers.base import Tokens
 from chatgot.run.data import validation_windows
 from chatgot.run.resume import current_config
 from chatgot.run.weights import TrainedModel, load_trained_at
@@ -104,12 +102,8 @@ def evaluate(
     chosen = resolve_precision(config, options.precision)
     # As many windows as memory allows, because few large matmuls are faster than many small ones.
     rows = options.batch_size or affordable_rows(config.model, place)
-    document: dict[str, Any] = {
-        "run": str(trained.folder.path),
-        "step": trained.step.number,
-        "device": str(place),
-        "precision": chosen,
-    }
+    document: dict[str, Any] = {"run": str(trained.folder.path), "step": trained.step.number}
+    document |= {"device": str(place), "precision": chosen}
     begin = time.perf_counter()
     with SpinControl(), compute_in(chosen, trained.model, config):
         if questions is not None:
@@ -117,7 +111,7 @@ def evaluate(
                 choices = score_choices(trained.model, questions, trained.tokenizer, rows=rows, progress=progress)
             document |= {"task": "multiple-choice", "file": str(multiple_choice), **choices._asdict()}
         else:
-            source, windows = _windows(trained, data, partial(read_tokens, **vars(text)), tokens, output)
+            source, windows = _windows(trained, data, text, tokens, output)
             if windows.note is not None:
                 output.note(windows.note)
             with output.meter("evaluating", of_bytes=False) as progress:
@@ -128,29 +122,26 @@ def evaluate(
 
 
 def _windows(
-    trained: TrainedModel, data: str | None, read: Callable[..., Tokens], most: int | None, output: Output
+    trained: TrainedModel, data: str | None, text: TextOptions, most: int | None, output: Output
 ) -> tuple[str, EvaluationWindows]:
     config = current_config(trained.folder.record())
     length = config.model.context_length
-    if data is not None and not is_prepared(data):
-        with output.meter(f"reading {data}") as progress:
-            return data, EvaluationWindows(read(data, trained.tokenizer, progress=progress), length, most=most)
-    dataset = _open(trained, data)
-    if data is None and most is None:
-        # The windows of the run itself, so that the loss can be compared with its log.
-        return str(dataset.path), validation_windows(config, dataset)
-    return str(dataset.path), windows_of(dataset, length, most=most)
-
-
-def _open(trained: TrainedModel, data: str | None) -> Dataset:
+    if data is not None and is_prepared(data):
+        dataset = Dataset.open(data, check=partial(_check_tokenizer, trained))
+        return data, windows_of(dataset, length, most=most)
     if data is not None:
-        return Dataset.open(data, check=partial(_check_tokenizer, trained))
+        with output.meter(f"reading {data}") as progress:
+            tokens = read_tokens(data, trained.tokenizer, progress=progress, **vars(text))
+        return data, EvaluationWindows(tokens, length, most=most)
     place = trained.folder.path / trained.folder.record().data.path
     if not is_prepared(place):
         raise NotFoundError(
             "the data of the run is no longer there", path=place, remedy="give its new location, or a text: --data PATH"
         )
-    return Dataset.open(place, check=trained.folder.check_data)
+    dataset = Dataset.open(place, check=trained.folder.check_data)
+    # By default the windows of the run itself, so that the loss can be compared with its log.
+    windows = validation_windows(config, dataset) if most is None else windows_of(dataset, length, most=most)
+    return str(dataset.path), windows
 
 
 def _check_tokenizer(trained: TrainedModel, dataset: Dataset) -> None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -118,11 +118,10 @@ def generate(
     begin = time.perf_counter()
     with SpinControl():
         text = show_stream(text_until_stop(), output)
-    seconds = time.perf_counter() - begin
-    document: dict[str, Any] = {"step": trained.step.number, "text": text, "tokens": count, "seconds": seconds}
-    output.show(document, lambda: None)
+    seconds, step = time.perf_counter() - begin, trained.step.number
+    output.show({"step": step, "text": text, "tokens": count, "seconds": seconds}, lambda: None)
     if not output.json:
-        output.note(f"{counted(count, 'token')} after step {trained.step.number}: {count / seconds:,.0f} tokens/s")
+        output.note(f"{counted(count, 'token')} after step {step}: {count / seconds:,.0f} tokens/s")
 
 
 def show_stream(pieces: Iterator[str], output: Output) -> str:

@@ -35,28 +35,19 @@ _LEAST_WEIGHT = 1e-9
 class BatchSource(Protocol):
     """Where a run takes its training batches from: `Batches`, or a technique's wrapper around them."""
 
+    # The number of the next batch, from 0; the tokens in its windows; what of the data is not used, for the user.
     @property
-    def position(self) -> int:
-        """The number of the next batch, from 0."""
-
+    def position(self) -> int: ...
     @property
-    def context_length(self) -> int:
-        """Tokens in a window of the next batch."""
-
+    def context_length(self) -> int: ...
     @property
-    def note(self) -> str | None:
-        """What of the data is not used, for the user, if anything is left out."""
-
+    def note(self) -> str | None: ...
     def __next__(self) -> Batch: ...
-
-    def draw_part(self, part: int, parts: int) -> None:
-        """Draw only one of ``parts`` equal parts of the rows of a batch from now on."""
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the position that a checkpoint stores, to continue with the next batch."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was called."""
+    # Draw only one of ``parts`` equal parts of the rows of a batch from now on.
+    def draw_part(self, part: int, parts: int) -> None: ...
+    # The position that a checkpoint stores, to continue with the next batch.
+    def state_dict(self) -> dict[str, int]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class NumberedBatches(ABC):
@@ -210,12 +201,8 @@ class ShuffledNumbers:
     """
 
     def __init__(self, count: int, seed: int, *, step: int = 1, shifts: int = 0) -> None:
-        self.count = count
-        self._seed = seed
-        self._step = step
-        self._shifts = shifts
-        self._shift = 0
-        self._epoch = -1
+        self.count, self._seed, self._step, self._shifts = count, seed, step, shifts
+        self._shift, self._epoch = 0, -1
 
     def _draw(self, epoch: int) -> None:
         # The second word of the key is 0 in `RandomNumbers`, which must not draw the same sequence.

@@ -245,10 +245,8 @@ def _map_tokens(file: SourceFile, layout: DataManifest, split: str) -> Tokens:
 
 
 def _status(file: SourceFile) -> FileStatus:
-    status = file.status
-    return FileStatus(
-        bytes=status.st_size, inode=status.st_ino, modified_ns=status.st_mtime_ns, changed_ns=status.st_ctime_ns
-    )
+    of = file.status
+    return FileStatus(bytes=of.st_size, inode=of.st_ino, modified_ns=of.st_mtime_ns, changed_ns=of.st_ctime_ns)
 
 
 def _verify(file: SourceFile, layout: DataManifest, split: str, meter: Meter) -> None:

@@ -5,7 +5,7 @@ A token that ends a document is, as an input, the beginning of the next one, as 
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,25 +25,10 @@ Mask = Tensor | BlockMask
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class AttentionFunction(Protocol):
-    """Computes attention as `torch.nn.functional.scaled_dot_product_attention` does.
-
-    Query, key, value and result have the shape [batch, heads, positions, head size]; ``attn_mask`` is boolean, True
-    where a query attends to a key, and its shape broadcasts to [batch, heads, queries, keys].
-    """
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        /,
-        *,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-    ) -> Tensor: ...
-
+# Computes attention as `torch.nn.functional.scaled_dot_product_attention` does, with its keywords ``attn_mask``,
+# ``dropout_p`` and ``is_causal``. Query, key, value and result have the shape [batch, heads, positions, head size];
+# ``attn_mask`` is boolean, True where a query attends to a key, and broadcasts to [batch, heads, queries, keys].
+AttentionFunction = Callable[..., Tensor]
 
 _grouped_attention: AttentionFunction = partial(functional.scaled_dot_product_attention, enable_gqa=True)
 

@@ -170,8 +170,13 @@ def read_tokenizer(folder: Path) -> HuggingFaceTokenizer | None:
             path, content = folder, _from_old_files(folder).encode()
         else:
             return None
-        settings = _read_settings(folder / _SETTINGS)
-        stated = settings.content("eos_token")
+        place = folder / _SETTINGS
+        stored = place.read_bytes() if place.exists() else b"{}"
+    try:
+        settings = msgspec.json.decode(stored, type=prepared(_Settings))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"is not the settings of a tokenizer ({error})", path=place) from error
+    stated = settings.content("eos_token")
     try:
         text = content.decode()
         pipeline = library("tokenizers").Tokenizer.from_str(text)
@@ -226,16 +231,6 @@ def _stated_begin(settings: _Settings, pipeline: Any, begins: list[int], path: P
             *([pipeline.id_to_token(id) for id in each] or "nothing" for each in (begins, stated)),
         )
     return stated
-
-
-def _read_settings(path: Path) -> _Settings:
-    """Return the settings of a tokenizer; the defaults if they do not exist."""
-    if not path.exists():
-        return _Settings()
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=prepared(_Settings))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"is not the settings of a tokenizer ({error})", path=path) from error
 
 
 def _from_old_files(folder: Path) -> str:

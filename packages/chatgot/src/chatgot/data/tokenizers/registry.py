@@ -41,17 +41,13 @@ def make_tokenizer(choice: str, vocab_size: int | None = None, find: Find | None
     kind, colon, name = choice.partition(":")
     found = _CLASSES.get(kind)
     if vocab_size is not None and not (found is not None and found.is_sized):
-        raise UsageError(
-            f"the tokenizer {choice!r} has a fixed vocabulary size", remedy="leave the size out, or use bpe"
-        )
+        remedy = "leave the size out, or use bpe"
+        raise UsageError(f"the tokenizer {choice!r} has a fixed vocabulary size", remedy=remedy)
     if kind == FROM and name:
         given = (find or tokenizer_at)(Path(name))
         if given is None:
-            raise NotACheckpointError(
-                "has no tokenizer",
-                path=name,
-                remedy="give the folder of a run, of a Hugging Face model or of prepared data",
-            )
+            remedy = "give the folder of a run, of a Hugging Face model or of prepared data"
+            raise NotACheckpointError("has no tokenizer", path=name, remedy=remedy)
         return TokenizerFactory.of(given)
     factory = None if found is None or (colon and not name) else found.factory(name, vocab_size)
     if factory is not None:
