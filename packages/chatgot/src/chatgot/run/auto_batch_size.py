@@ -182,7 +182,9 @@ def _measured(trial: AbstractContextManager[OpenRun], memory: GpuMemory) -> Peak
 
 def _add_gradients(run: StepState) -> None:
     run.progress.step += 1
-    for _ in range(run.config.loop.gradient_accumulation_steps):
+    batches = run.config.loop.gradient_accumulation_steps
+    for number in range(1, batches + 1):
+        run.is_last_batch = number == batches
         run.operations.backward(run.operations.loss(*run.move(*next(run.batches))))
 
 

@@ -149,6 +149,8 @@ class StepState(ABC):
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     # Returns a part of a checkpoint, by its name: what techniques save in place of the run's own object.
     in_checkpoint: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    # Whether the loss that is computed is the last one of its step.
+    is_last_batch: bool = field(default=True, init=False)
     # The numbers of the batches of the last step.
     drawn: range = field(default=range(0), init=False)
     # The positions that all ranks together computed in the last step, whether their targets count or not.

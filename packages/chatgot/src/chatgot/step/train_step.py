@@ -54,17 +54,16 @@ def train_step(run: StepState) -> StepResult:
     # Windows of text have the same number of targets on all ranks.
     if run.world.size > 1 and run.dataset.chat_tokenizer is not None:
         counted = run.world.mean(torch.tensor(counted, dtype=torch.float64)).item()
-    for (inputs, targets), count in zip(batches, counts, strict=True):
-        # A batch without an answer has no target, and its mean would be NaN.
-        if count:
-            # The mean over all targets of the step: each target has the same weight, whichever batch it is in.
-            loss = operations.loss(*run.move(inputs, targets)) / (counted / count)
-            operations.backward(loss)
-            total += loss.detach()
+    # A batch without an answer has no target, and its mean would be NaN.
+    computed = [(inputs, targets, count) for (inputs, targets), count in zip(batches, counts, strict=True) if count]
+    for number, (inputs, targets, count) in enumerate(computed, 1):
+        run.is_last_batch = number == len(computed)
+        # The mean over all targets of the step: each target has the same weight, whichever batch it is in.
+        loss = operations.loss(*run.move(inputs, targets)) / (counted / count)
+        operations.backward(loss)
+        total += loss.detach()
     run.progress.tokens += round(counted * run.replicas)
-    run.positions = run.replicas * sum(
-        inputs.numel() for (inputs, _), count in zip(batches, counts, strict=True) if count
-    )
+    run.positions = run.replicas * sum(inputs.numel() for inputs, _, _ in computed)
     # Before `clip`: all ranks take the same decision in `accepts`.
     total = run.world.mean(total)
     norm = operations.clip()

@@ -10,13 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from chatgot.techniques.base import Proof, StepState, Verification
-from chatgot.techniques.distributed import (
-    FunctionModule,
-    ParallelTechnique,
-    before_each_batch,
-    distribute_muon,
-    shard_batches,
-)
+from chatgot.techniques.distributed import FunctionModule, ParallelTechnique, distribute_muon, shard_batches
 from chatgot.techniques.observe import few_rows, fingerprint, next_batch, observe_operation
 
 
@@ -30,14 +24,12 @@ class Ddp(ParallelTechnique):
 
     parallel: DistributedDataParallel
     _reduced = 0
-    _last = False
 
     def apply(self, run: StepState) -> None:
         shard_batches(run, run.world.rank, run.world.size)
         distribute_muon(run)
-        operations, inner = run.operations, run.operations.loss
         # Without the model's buffers, which DDP would broadcast in every step. They never change.
-        loss_module = FunctionModule(run.model.parameters(), inner)
+        loss_module = FunctionModule(run.model.parameters(), run.operations.loss)
         # gradient_as_bucket_view saves a copy of the gradient.
         self.parallel = DistributedDataParallel(loss_module, gradient_as_bucket_view=True)
 
@@ -50,12 +42,11 @@ class Ddp(ParallelTechnique):
 
         def loss(inputs: Tensor, targets: Tensor) -> Tensor:
             # Earlier micro-batches add up locally; DDP averages the sum in the last backward pass.
-            with nullcontext() if self._last else self.parallel.no_sync():
+            with nullcontext() if run.is_last_batch else self.parallel.no_sync():
                 value: Tensor = self.parallel(inputs, targets)
             return value
 
-        operations.loss = loss
-        before_each_batch(run, lambda last: setattr(self, "_last", last))
+        run.operations.loss = loss
 
     def warm_up(self, run: StepState) -> None:
         """Compute a gradient and discard it, so that DDP rebuilds its buckets before the first step."""

@@ -81,29 +81,6 @@ def distribute_muon(run: StepState) -> None:
             optimizer.ranks = run.world.group
 
 
-def before_each_batch(run: StepState, announce: Callable[[bool], object]) -> None:
-    """Call a function before the loss of every micro-batch of a step; its argument is True for the last one."""
-    operations = run.operations
-    loss, backward, clip, done = operations.loss, operations.backward, operations.clip, 0
-
-    # `clip` runs once a step, so it resets the count.
-    def announced_loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        announce(done == run.config.loop.gradient_accumulation_steps - 1)
-        return loss(inputs, targets)
-
-    def counted_backward(value: Tensor) -> None:
-        nonlocal done
-        backward(value)
-        done += 1
-
-    def clip_after_last_batch() -> Tensor:
-        nonlocal done
-        done = 0
-        return clip()
-
-    operations.loss, operations.backward, operations.clip = announced_loss, counted_backward, clip_after_last_batch
-
-
 def mesh_sizes(techniques: Mapping[str, Mapping[str, Any]], size: int, machines: int = 1) -> dict[str, int]:
     """Return the mesh dimensions of ``size`` processes and their sizes, such as ``{"shard": 2, "tensor": 4}``."""
     replicates, tensors = "hsdp" in techniques, "tensor-parallel" in techniques

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -15,7 +16,6 @@ from chatgot.techniques.distributed import (
     SHARD,
     ParallelTechnique,
     ShardingTechnique,
-    before_each_batch,
     data_rank,
     mesh_of,
     shard_batches,
@@ -76,8 +76,15 @@ class Fsdp(ShardingTechnique):
             # Gloo has no averaging all-reduce.
             for module in (*run.model.blocks, run.model):
                 module.set_force_sum_reduction_for_comms(True)
-        if not self.settings.sync_each_batch:
-            before_each_batch(run, model.set_requires_gradient_sync)
+        if self.settings.sync_each_batch:
+            return
+        inner = run.operations.loss
+
+        def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+            model.set_requires_gradient_sync(run.is_last_batch)
+            return inner(inputs, targets)
+
+        run.operations.loss = loss
 
     def verify(self, run: StepState) -> Verification:
         exchanged: list[int] = []

@@ -151,6 +151,7 @@ def next_batch(run: StepState) -> Iterator[tuple[Tensor, Tensor]]:
     position = run.batches.state_dict()
     # Techniques choose batches by step, and this batch belongs to the next step.
     run.progress.step += 1
+    run.is_last_batch = run.config.loop.gradient_accumulation_steps == 1
     try:
         inputs, targets = next(run.batches)
         with _restored_random_states(run):
