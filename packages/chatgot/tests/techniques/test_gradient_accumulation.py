@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from chatgot.config.config import Config
+from chatgot.data.batches import Batch, BatchSource
 from chatgot.model.gpt import IGNORED
 from chatgot.step.state import StepState
 from chatgot.step.train_step import take_step
 from chatgot.techniques.gradient_accumulation import GradientAccumulation, MicroBatches
+from chatgot.techniques.observe import observe_operation
+from chatgot.techniques.wrapped_batches import WrappedBatches
 from chatgot.testing import TINY, TechniqueSuite, last_state, losses, opened, trained, verified_step
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
 from tensorkeep.testing.equality import difference
@@ -105,3 +108,18 @@ class TestGradientAccumulation(TechniqueSuite):
         refused = pytest.raises(UsageError, match="a batch of 4 sequences cannot be split into 3 equal micro-batches")
         with refused, opened(with_micro_batches(TINY, 3), tmp_path / "run", data):
             pass
+
+
+def test_last_batch_of_a_step_is_the_last_one_with_targets(tmp_path: Path, data: Path) -> None:
+    """Data-parallel techniques exchange gradients after this batch."""
+
+    def draw(batches: BatchSource) -> Batch:
+        inputs, targets = next(batches)
+        return inputs, targets if batches.position % 3 else torch.full_like(targets, IGNORED)
+
+    last: list[bool] = []
+    with opened(TINY.changed({"loop.gradient_accumulation_steps": 3}), tmp_path / "run", data) as run:
+        run.batches = WrappedBatches(run.batches, draw)
+        with observe_operation(run, "loss", before=lambda *batch: last.append(run.is_last_batch)):
+            take_step(run)
+    assert last == [False, True]
