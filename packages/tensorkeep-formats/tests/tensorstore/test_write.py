@@ -48,6 +48,22 @@ ZARR_2: dict[str | None, dict[str, Any] | None] = {
 ZARR_3 = ["gzip:1", "zstd", "zstd:1", *(f"blosc-{n}" for n in ("lz4", "lz4hc", "zstd", "zlib"))]
 
 
+def test_the_suffix_zarr_means_tensorstore(tmp_path: Path) -> None:
+    source = tensorkeep.save({"w": torch.ones(3)}, tmp_path / "a").path
+    assert tensorkeep.convert(source, tmp_path / "b.zarr").format == "tensorstore"
+    assert tensorkeep.save({"w": torch.ones(3)}, tmp_path / "c.ZARR").format == "tensorstore"
+
+
+@pytest.mark.parametrize("format", ["tensorstore", "t5x"])
+def test_freed_memory_is_refused_and_leaves_nothing(tmp_path: Path, format: str) -> None:
+    flat = torch.arange(2048.0)
+    view = flat[1024:]
+    flat.untyped_storage().resize_(0)
+    with pytest.raises(tensorkeep.UnsupportedLeafError, match="freed or made smaller"):
+        tensorkeep.save({"a": torch.ones(3), "w": view}, tmp_path / "c", format=format)
+    assert not any(tmp_path.iterdir())
+
+
 def test_compressors_of_zarr_2(tmp_path: Path) -> None:
     weight, path = noise("float32", 30, 20), tmp_path / "c"
     for given, expected in ZARR_2.items():

@@ -24,7 +24,7 @@ def freed() -> torch.Tensor:
 
 def test_a_save_and_a_load_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     refused = partial(pytest.raises, tensorkeep.UnsupportedLeafError, match="freed or made smaller")
-    for format in ("native", "safetensors", "torch", "dcp", "t5x"):
+    for format in ("native", "safetensors", "torch", "dcp"):
         for save in (tensorkeep.save, tensorkeep.save_async):
             with case((format, save.__name__)), refused():
                 save({"a": torch.ones(3), "w": freed()}, tmp_path / "c", format=format)
