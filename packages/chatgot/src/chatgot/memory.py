@@ -1,8 +1,10 @@
 """The predicted memory of training, in bytes, computed from shapes; see `packages/chatgot/tests/test_memory.py`."""
 
+import gc
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from chatgot.config.config import Config
@@ -245,3 +247,23 @@ def _update(config: Config, parameters: dict[str, nn.Parameter], effects: Memory
         adamw = 0
     # The optimizers step one after the other, so the larger one counts.
     return max(adamw, update_bytes(muons, dtype_of_steps(device)))
+
+
+def live_bytes() -> int:
+    """Return the bytes of all tensors of this process on the CPU."""
+    # Dead cycles would still count.
+    gc.collect()
+    storages: dict[int, int] = {}
+    for found in gc.get_objects():
+        # Not isinstance: it would call the properties of lazy modules and proxies.
+        if issubclass(type(found), torch.Tensor) and found.device.type == "cpu" and found.layout == torch.strided:
+            # Subclasses that wrap other tensors, such as quantised ones, have no memory of their own.
+            try:
+                storage = found.untyped_storage()
+                address = storage.data_ptr()
+            except RuntimeError:
+                continue
+            # Tensors that share storage count once.
+            if address:
+                storages[address] = storage.nbytes()
+    return sum(storages.values())

@@ -24,6 +24,7 @@ from chatgot.config.config import Config
 from chatgot.data.dataset import Dataset
 from chatgot.generate import generate
 from chatgot.loop import Silent, train, validation_loss
+from chatgot.memory import live_bytes
 from chatgot.model.gpt import GPT, IGNORED, token_loss
 from chatgot.run.folder import RunFolder
 from chatgot.run.resume import branch_point
@@ -34,7 +35,6 @@ from chatgot.techniques import mixed_precision
 from chatgot.testing import TINY, losses, opened, train_run
 from forked import ended, kill, start
 from tensorkeep.errors import TensorkeepError
-from tensorkeep_bench.training.cell import live_bytes
 
 Task = dict[str, Any]
 Results = list[dict[str, Any]]

@@ -8,11 +8,11 @@ import torch
 
 from chatgot.config.recipes import RECIPES
 from chatgot.data.dataset import Dataset
-from chatgot.memory import predict
+from chatgot.memory import live_bytes, predict
 from chatgot.run.folder import RunFolder
 from chatgot.run.setup import open_run
 from chatgot.step.train_step import take_step
-from tensorkeep_bench.training.cell import live_bytes, step_peak
+from tensorkeep_bench.training.cell import step_peak
 from tensorkeep_bench.training.workload import arm_config
 from tiny_training import CONFIG, prepared
 

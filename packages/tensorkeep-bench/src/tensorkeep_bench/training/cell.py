@@ -1,6 +1,5 @@
 """One cell of a training comparison; also the processes ``reference``, ``partner`` and ``rank`` that help it."""
 
-import gc
 import hashlib
 import math
 import os
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from chatgot.config.config import Config
 from chatgot.data.dataset import Dataset
 from chatgot.loop import Silent, TrainingSummary, train, validation_loss
+from chatgot.memory import live_bytes
 from chatgot.run.folder import RunFolder
 from chatgot.run.setup import open_run
 from chatgot.run.state import OpenRun
@@ -282,25 +282,6 @@ def step_peak(step: Callable[[], object]) -> int:
         used += event.extra_fields.alloc_size  # negative where memory is released
         peak = max(peak, used)
     return before + peak
-
-
-def live_bytes() -> int:
-    # Dead cycles would still count.
-    gc.collect()
-    storages: dict[int, int] = {}
-    for found in gc.get_objects():
-        # Not isinstance: it would call the properties of lazy modules and proxies.
-        if issubclass(type(found), torch.Tensor) and found.device.type == "cpu" and found.layout == torch.strided:
-            # Subclasses that wrap other tensors, such as quantised ones, have no memory of their own.
-            try:
-                storage = found.untyped_storage()
-                address = storage.data_ptr()
-            except RuntimeError:
-                continue
-            # Tensors that share storage count once.
-            if address:
-                storages[address] = storage.nbytes()
-    return sum(storages.values())
 
 
 def _allocations(events: Iterable[Any]) -> Iterator[Any]:
