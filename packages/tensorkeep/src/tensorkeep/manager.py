@@ -273,7 +273,7 @@ class CheckpointManager:
         """Return the best complete step by a metric; None if no step has metrics, or all values are NaN.
 
         By default ``metric`` and ``mode`` are the manager's. Else the metric is the only one of the steps, their
-        validation loss or their loss, and its name tells whether its ``"min"`` or ``"max"`` is best. UsageError is
+        validation loss or their loss, and its name says whether its ``"min"`` or ``"max"`` is best. UsageError is
         raised if that is not clear, or if no step has the metric although some have others.
         """
         rule = self._best_rule
