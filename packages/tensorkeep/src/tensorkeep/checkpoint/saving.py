@@ -352,7 +352,7 @@ def save(
     Notes
     -----
     Another thread or process may change values of tensors during the call, but not resize or free their memory. The
-    checkpoint still verifies, because its checksums are those of the bytes that it stores. But tensors are read piece
+    checkpoint still verifies, because its checksums belong to the bytes that it stores. But tensors are read piece
     by piece, so that it may have old and new values of them. For the values of one moment, change nothing until the
     call returns; `save_async` returns earlier.
 
