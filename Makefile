@@ -24,7 +24,7 @@ LONG := --timeout 900 -o faulthandler_timeout=960
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 FUZZ_MINUTES ?= 10
-# The interpreters that try the wheel; by default that of .venv. Those of pyenv: ~/.pyenv/versions/3.*/bin/python
+# The interpreters that try the wheels; by default that of .venv. Those of pyenv: ~/.pyenv/versions/3.*/bin/python
 PYTHONS ?=
 
 .DEFAULT_GOAL := help
@@ -93,9 +93,7 @@ sanitized: $(DEV)  ## the coder with sanitizers, fuzzed for FUZZ_MINUTES
 torture-stores: $(DEV)  ## every request of every call on an object store failed in every way; torture does a sixth (an hour)
 	STORE_FAULTS=all $(PYTEST) -m exhaustive --timeout 3600 -o faulthandler_timeout=3660 --store-server ministack packages/tensorkeep/tests/faults/stores
 
-wheel: $(DEV)  ## build the wheel and the source distribution in dist/; install and try both in empty environments (PYTHONS)
-	@rm -rf dist
-	@for each in $(PACKAGES); do $(BIN)/python -m build -qq --outdir dist packages/$$each || exit 1; done
+wheel: $(DEV)  ## build all packages in dist/, as wheels and sources; try each alone in an empty environment (PYTHONS)
 	@$(BIN)/python tests/wheels.py dist $(PYTHONS)
 
 clean:  ## remove the environment and what the tools left

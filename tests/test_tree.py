@@ -148,13 +148,25 @@ def test_the_door_to_tensorkeep_has_no_name_that_no_package_uses() -> None:
         assert set(importlib.import_module(name).__all__) - named == set(), name
 
 
-def test_versions_and_licences_are_the_same() -> None:
+def test_versions_licences_and_platforms_are_the_same() -> None:
     projects = [tomllib.loads(path.read_text())["project"] for path in PACKAGES.glob("*/pyproject.toml")]
     assert {project["version"] for project in projects} == {__version__} and len(projects) == 4
     for project in projects:
         own = [each for each in project["dependencies"] if re.match("tensorkeep|chatgot", each)]
         assert all(each.endswith(f"=={__version__}") for each in own), own
     assert len({path.read_bytes() for path in [ROOT / "LICENSE", *PACKAGES.glob("*/LICENSE")]}) == 1
+    # What pip checks, what the index shows, what an import checks, and what CI runs.
+    assert {project["requires-python"] for project in projects} == {">=3.11"}
+    platform = re.compile(r"Operating System :: .*|Programming Language :: Python :: 3.*")
+    [platforms] = {tuple(filter(platform.fullmatch, project["classifiers"])) for project in projects}
+    versions = [each.rpartition(" ")[2] for each in platforms if re.search(r"3\.\d+$", each)]
+    assert platforms[0] == "Operating System :: POSIX :: Linux"
+    assert versions[0] == "3.11" and "Python 3.11 or later" in (MODULES["tensorkeep.supported"]).read_text()
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    assert f'python: ["{versions[0]}", "{versions[-1]}"]' in workflow
+    interpreters = [f"cp{each.replace('.', '')}-manylinux*" for each in (versions[0], versions[-1])]
+    core = tomllib.loads((PACKAGES / "tensorkeep" / "pyproject.toml").read_text())
+    assert core["tool"]["cibuildwheel"]["build"] == interpreters
 
 
 def test_no_circles_of_imports(graph: dict[str, set[str]]) -> None:

@@ -23,7 +23,7 @@ and a built-in exception as a second base, so that ``except FileNotFoundError`` 
 """
 
 import errno as codes
-import importlib
+import importlib.util
 import os
 import sys
 import warnings
@@ -251,9 +251,12 @@ def import_extra(module: str, package: str, what: str) -> Any:
 
 
 def installation_of(package: str) -> str:
+    # A package that is needed and not installed either is named too: pip would look for it on PyPI.
+    needed = {"chatgot": "chatgot", "tensorkeep_formats": "tensorkeep-formats"} if package == "tensorkeep-bench" else {}
+    folders = [name for module, name in needed.items() if importlib.util.find_spec(module) is None]
     # From a clone, and by its path: Tensorkeep is not on PyPI, where a stranger could publish a package of this name.
-    path = f"./packages/{package}"
-    return f"in a clone of Tensorkeep: pip install {repr(path) if '[' in path else path}"
+    paths = [f"./packages/{folder}" for folder in (*folders, package)]
+    return f"in a clone of Tensorkeep: pip install {' '.join(repr(path) if '[' in path else path for path in paths)}"
 
 
 def did_you_mean(name: str, known: Collection[str], what: str = "known") -> str:
