@@ -183,6 +183,22 @@ def test_what_would_run_code_is_refused_by_name_and_not_run(tmp_path: Path) -> N
     assert not witness.exists()
 
 
+@pytest.mark.parametrize("member", [True, False])
+def test_a_member_of_an_enum_may_be_an_attribute(member: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.0 to 3.11.3 pickle it so. Attributes of anything else are refused."""
+
+    def reduced(self: Any, _: int) -> tuple[Any, ...]:
+        return getattr, (type(self), self.name) if member else (torch.Size, "numel")
+
+    monkeypatch.setattr(real._MEM_FORMAT_ENCODING, "__reduce_ex__", reduced)
+    real_save({"w": torch.ones(2)}, tmp_path / "c")
+    if member:
+        assert difference({"w": torch.ones(2)}, read(tmp_path / "c")) is None
+    else:
+        with pytest.raises(UnsupportedError, match=r"names builtins\.getattr"):
+            read(tmp_path / "c")
+
+
 def test_missing_file_is_refused_and_a_link_to_it_followed(tmp_path: Path) -> None:
     write_chunks(tmp_path / "c", {"w": torch.ones(11, 9)}, cut=grid)
     piece = tmp_path / "c" / "__7_0.distcp"

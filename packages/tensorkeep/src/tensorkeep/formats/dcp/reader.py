@@ -55,12 +55,13 @@ _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _CLASSES = """
 Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties StorageMeta
-_MEM_FORMAT_ENCODING
 """
+_ENUMS = {(_METADATA, "_MEM_FORMAT_ENCODING"), (_SHARDED, "MEM_FORMAT_ENCODING")}
 # The classes and functions that torch 2.0 and later name in ``.metadata``.
 ALLOWED = (
     {(_METADATA, name) for name in _CLASSES.split()}
-    | {(_FILESYSTEM, "_StorageInfo"), (_SHARDED, "TensorProperties"), (_SHARDED, "MEM_FORMAT_ENCODING")}
+    | {(_FILESYSTEM, "_StorageInfo"), (_SHARDED, "TensorProperties")}
+    | _ENUMS
     | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
     | {("torch", name) for name, dtype in BY_NAME.items() if dtype.has_torch}
     | {("torch", name) for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4", "bits8", "bits16")}
@@ -115,7 +116,7 @@ class DcpMetadata(NamedTuple):
 def parse(content: bytes, path: Path) -> DcpMetadata:
     """Parse ``.metadata``; CorruptCheckpointError if damaged, UnsupportedError for a foreign class or a transform."""
     with decoding(path, what="is not the metadata of a distributed checkpoint"):
-        return _metadata(decode(content, ALLOWED, "its metadata"), len(content))
+        return _metadata(decode(content, ALLOWED, "its metadata", _ENUMS), len(content))
 
 
 def _metadata(root: Any, nbytes: int) -> DcpMetadata:

@@ -4,6 +4,7 @@ import _compat_pickle
 import io
 import pickle
 from collections.abc import Callable, Container
+from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar, NamedTuple
 
 from tensorkeep.errors import TensorkeepError, UnsupportedError
@@ -53,8 +54,17 @@ def name_of(found: Any) -> str:
     return str(found) if type(found) is Global else ""
 
 
-def decode(content: bytes, allowed: Container[tuple[str, str]], what: str) -> Any:
-    """Decode a pickle that may name only ``allowed`` pairs of module and name; ``what`` is the subject of errors."""
+# Python 3.11.0 to 3.11.3, Debian 12 among them, pickle a member of an enum as ``getattr(enum, name)``.
+_GETATTR = ("builtins", "getattr")
+
+
+def decode(
+    content: bytes, allowed: Container[tuple[str, str]], what: str, enums: AbstractSet[tuple[str, str]] = frozenset()
+) -> Any:
+    """Decode a pickle that may name only ``allowed`` pairs of module and name, and ``getattr`` only of ``enums``.
+
+    ``what`` is the subject of errors.
+    """
     # Nearly every byte can make an object, so a pickle takes many times its length in memory.
     if len(content) > _MAX_BYTES:
         raise ValueError(f"a pickle of {len(content):,} bytes")
@@ -62,7 +72,7 @@ def decode(content: bytes, allowed: Container[tuple[str, str]], what: str) -> An
     found = recorder.load()
     # Every name counts, also a name that no call uses.
     for each in recorder.globals.values():
-        if each not in allowed:
+        if each not in allowed and not (each == _GETATTR and recorder.looked_into <= enums):
             raise UnsupportedError(
                 f"{what} names {each}, which is not allowed: loading it could run code from the file",
                 remedy="if you trust it, load it with torch.distributed.checkpoint and save tensors and plain values",
@@ -94,6 +104,8 @@ class Recorder(pickle._Unpickler):
         # All classes and functions by full name, with their names in Python 3; then all persistent ids.
         self.globals: dict[str, Global] = {}
         self.references: list[Any] = []
+        # What `getattr` is called with first: a recorded class, or None for anything else.
+        self.looked_into: set[Global | None] = set()
 
     def load(self) -> Any:
         """Return the value of the next pickle; ValueError if it is malformed or has an unknown opcode."""
@@ -125,8 +137,10 @@ class Recorder(pickle._Unpickler):
         return PersistentId(pid)
 
     def _call(self) -> None:
-        args, function = self.stack.pop(), self.stack.pop()
-        self.stack.append(Call(function, _tuple(args)))
+        call = Call(args=_tuple(self.stack.pop()), function=self.stack.pop())
+        if call.function == _GETATTR:
+            self.looked_into.add(call.args[0] if call.args and type(call.args[0]) is Global else None)
+        self.stack.append(call)
 
     def _call_with_keywords(self) -> None:
         keywords, args, function = self.stack.pop(), self.stack.pop(), self.stack.pop()
