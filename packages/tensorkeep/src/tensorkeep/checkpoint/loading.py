@@ -17,15 +17,7 @@ from tensorkeep.checkpoint.match import (
     warn_of_placeholders,
 )
 from tensorkeep.checkpoint.object_checks import REFUSALS, in_own_names, is_module
-from tensorkeep.checkpoint.options import (
-    AllowOption,
-    MemorySize,
-    ProgressOption,
-    check_device,
-    drawn,
-    open_settings,
-    thread_count,
-)
+from tensorkeep.checkpoint.options import AllowOption, MemorySize, ProgressOption, drawn, open_settings, thread_count
 from tensorkeep.checkpoint.ranges import CopyPlan, read_all
 from tensorkeep.checkpoint.stateful import (
     StatefulObject,
@@ -45,7 +37,7 @@ from tensorkeep.ranks.group import ONE_RANK, Group, RankCoordinator, ranks_of
 from tensorkeep.runs.address import checkpoint_path
 from tensorkeep.state import names
 from tensorkeep.state.aliases import make_view
-from tensorkeep.state.leaf import Array, Device, DTypeLike, LeafKind, allocate, float_dtype
+from tensorkeep.state.leaf import Array, Device, DTypeLike, LeafKind, allocate, check_device, float_dtype
 from tensorkeep.state.skeleton import PerRank, SkeletonWriter
 from tensorkeep.state.tree import prune, state_leaves
 from tensorkeep.storage.buffers import DEFAULT_BUDGET, BufferPool

@@ -15,7 +15,6 @@ from tensorkeep.errors import PathLike, StoreError, UsageError, did_you_mean
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
 from tensorkeep.paths import checked_path
-from tensorkeep.state.leaf import Device
 from tensorkeep.storage import first_bytes, storage_of
 from tensorkeep.storage.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool
 from tensorkeep.storage.direct_io import store_errors
@@ -51,21 +50,6 @@ def thread_count(threads: int | None, source: Path | None = None) -> int:
     if threads < 1:
         raise UsageError(f"threads is {threads}", remedy="give 1 or more")
     return threads
-
-
-def check_device(device: Device) -> None:
-    """Raises UsageError if tensors cannot be allocated on a device, before anything is read."""
-    if device is None:
-        return
-    import torch
-
-    try:
-        torch.empty(1, device=device)
-    # A build of torch without CUDA raises an AssertionError.
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-        message = str(error).splitlines()[0]
-        text = f"tensors cannot be allocated on device {str(device)!r}: {message}"
-        raise UsageError(text, remedy='give "cpu", or a device that torch finds here') from None
 
 
 # Progress.

@@ -13,15 +13,7 @@ import numpy as np
 from tensorkeep.errors import UnsupportedError
 from tensorkeep.ranks.group import RankCoordinator
 from tensorkeep.state.names import Key, KeyPath
-from tensorkeep.state.skeleton import (
-    PerRank,
-    check_depth,
-    is_namedtuple,
-    is_stateful,
-    misplaced,
-    needs_group,
-    registered_name,
-)
+from tensorkeep.state.skeleton import PerRank, check_depth, is_namedtuple, is_stateful, refuse_per_rank, registered_name
 
 
 def items(value: Any) -> list[tuple[Key, Any]] | None:
@@ -127,7 +119,7 @@ def wrap_objects(state: Any, path: KeyPath = (), *, depth: int = 0) -> Any:
     stateful = is_stateful(state)
     found = None if stateful else items(state)
     if isinstance(state, PerRank):
-        raise misplaced(path)
+        refuse_per_rank(path, nested=True)
     if not stateful and found is None:
         return state
     check_depth(path, depth)
@@ -217,7 +209,7 @@ def for_rank(state: Any, ranks: RankCoordinator) -> tuple[Any, dict[KeyPath, Per
     """Replace every `PerRank` by {rank: value}; return both. UsageError if one process works alone."""
     found = dict(paths_to(state, PerRank))
     if found and not ranks.is_distributed:
-        raise needs_group(next(iter(found)))
+        refuse_per_rank(next(iter(found)), nested=False)
     return with_values_at(state, {path: {str(ranks.rank): each.value} for path, each in found.items()}), found
 
 

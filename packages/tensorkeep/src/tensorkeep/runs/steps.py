@@ -11,17 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, SupportsIndex
 
-from tensorkeep.errors import (
-    CorruptCheckpointError,
-    NotACheckpointError,
-    PathLike,
-    TensorkeepError,
-    UsageError,
-    did_you_mean,
-)
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UsageError, did_you_mean
 from tensorkeep.formats.checksummed_json import digest
 from tensorkeep.formats.native.directory import CheckpointSummary, foreign_names, is_native, summarise
-from tensorkeep.paths import STEP_NAME, as_path
+from tensorkeep.paths import STEP_NAME
 from tensorkeep.storage import open_directory
 from tensorkeep.storage.base import MANIFEST_NAME
 
@@ -116,7 +109,7 @@ class Garbage:
         return bool(self.removable or self.waiting or self.unfinished)
 
 
-def step_number(number: SupportsIndex, root: PathLike | None = None) -> int:
+def step_number(number: SupportsIndex, root: Path | None = None) -> int:
     """Return a number, also of numpy or torch, as an int; UsageError if it is negative or has over 18 digits."""
     try:
         # A bool is an int in Python, but `save(True, ...)` is a mistake.
@@ -128,8 +121,8 @@ def step_number(number: SupportsIndex, root: PathLike | None = None) -> int:
     return found
 
 
-def step_path(root: PathLike, number: SupportsIndex) -> Path:
-    return as_path(root) / f"step-{step_number(number, root):06d}"
+def step_path(root: Path, number: SupportsIndex) -> Path:
+    return root / f"step-{step_number(number, root):06d}"
 
 
 def step_numbers(names: Iterable[str]) -> list[int]:

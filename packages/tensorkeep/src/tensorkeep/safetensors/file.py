@@ -12,7 +12,6 @@ import numpy as np
 from safetensors import SafetensorError
 
 from tensorkeep.checkpoint.lazy import Checkpoint, LazyTensor
-from tensorkeep.checkpoint.options import check_device
 from tensorkeep.checkpoint.ranges import CopyPlan
 from tensorkeep.checkpoint.saving import save
 from tensorkeep.errors import NotFoundError, PathLike, TensorkeepError, UnsupportedError, UsageError
@@ -23,7 +22,7 @@ from tensorkeep.formats.safetensors import SafetensorsReader, begins_like_safete
 from tensorkeep.machine import memory_file
 from tensorkeep.paths import checked_path
 from tensorkeep.state.dtypes import BY_NAME, DType
-from tensorkeep.state.leaf import Array, Leaf
+from tensorkeep.state.leaf import Array, Leaf, check_device
 from tensorkeep.state.tree import placeholders
 from tensorkeep.storage.buffers import BufferPool
 from tensorkeep.storage.commit import Commit

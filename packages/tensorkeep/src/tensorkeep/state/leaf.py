@@ -310,6 +310,21 @@ def allocate(kind: LeafKind, dtype: DType, shape: Sequence[int], *, device: Devi
         raise OutOfMemoryError(f"cannot allocate {size} for a {dtype} of shape {tuple(shape)}: {error}") from error
 
 
+def check_device(device: Device) -> None:
+    """Raises UsageError if tensors cannot be allocated on a device, before anything is read."""
+    if device is None:
+        return
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    # A build of torch without CUDA raises an AssertionError.
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        message = str(error).splitlines()[0]
+        text = f"tensors cannot be allocated on device {str(device)!r}: {message}"
+        raise UsageError(text, remedy='give "cpu", or a device that torch finds here') from None
+
+
 # The CUDA streams of copies in other threads.
 
 

@@ -13,7 +13,7 @@ import sys
 from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
@@ -127,14 +127,13 @@ class PerRank:
         return f"PerRank({self.value!r})"
 
 
-def needs_group(path: KeyPath) -> UsageError:
+def refuse_per_rank(path: KeyPath, *, nested: bool) -> NoReturn:
+    """Raises UnsupportedLeafError in an object or a `PerRank`, UsageError without a group."""
+    if nested:
+        text = "PerRank in what the state_dict() of an object returns, or in a PerRank"
+        raise UnsupportedLeafError(text, name=display(path), remedy="wrap the object itself: PerRank(object)")
     text = f"the state has PerRank at {display(path)!r}, and no group was given"
-    return UsageError(text, remedy="give group=torch.distributed.group.WORLD, on all ranks")
-
-
-def misplaced(path: KeyPath) -> UnsupportedLeafError:
-    text = "PerRank in what the state_dict() of an object returns, or in a PerRank"
-    return UnsupportedLeafError(text, name=display(path), remedy="wrap the object itself: PerRank(object)")
+    raise UsageError(text, remedy="give group=torch.distributed.group.WORLD, on all ranks")
 
 
 # Plain values as JSON without loss: every encoder beside its decoder. JSON numbers represent integers below 2**53 only,
@@ -617,10 +616,8 @@ class ObjectWriter(SkeletonWriter):
 
     def _object(self, value: Any, path: KeyPath) -> Any:
         is_per_rank = isinstance(value, PerRank)
-        if is_per_rank and self._objects:
-            raise misplaced(path)
-        if is_per_rank and self._rank is None:
-            raise needs_group(path)
+        if is_per_rank and (self._objects or self._rank is None):
+            refuse_per_rank(path, nested=self._objects > 0)
         # An object may return itself.
         check_depth(path, len(path) + self._objects)
         state = {str(self._rank): value.value} if is_per_rank else value.state_dict()
