@@ -13,9 +13,9 @@ from tensorkeep.cli.text import Table, print_lines
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UsageError, warn_caller
 from tensorkeep.paths import absolute
 from tensorkeep.runs.address import backend_of, run_root
-from tensorkeep.runs.backends import SingleTierBackend
+from tensorkeep.runs.backends import Garbage, SingleTierBackend
 from tensorkeep.runs.retention import Keep, KeepBest, KeepThinned, Retention, unwanted
-from tensorkeep.runs.steps import Garbage, Step, StepListing, ranked
+from tensorkeep.runs.steps import Step, StepListing, ranked
 from tensorkeep.units import counted, format_age, format_bytes
 
 _RULES = (

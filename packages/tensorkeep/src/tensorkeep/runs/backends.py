@@ -6,6 +6,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self, SupportsIndex, TypeVar
@@ -15,16 +16,7 @@ from tensorkeep.formats.native.directory import CheckpointSummary, freed_bytes, 
 from tensorkeep.formats.native.sharded import finish_saves
 from tensorkeep.paths import as_path
 from tensorkeep.runs.retention import Keep, KeepAll, unwanted
-from tensorkeep.runs.steps import (
-    Garbage,
-    Step,
-    StepListing,
-    UploadStatus,
-    check_is_step,
-    step_numbers,
-    step_of,
-    step_path,
-)
+from tensorkeep.runs.steps import Step, StepListing, UploadStatus, check_is_step, step_numbers, step_of, step_path
 from tensorkeep.storage import exists, names_in
 from tensorkeep.storage.commit import FolderLock, remove_abandoned, remove_checkpoint
 from tensorkeep.storage.direct_io import store_errors
@@ -163,6 +155,19 @@ class StepBackend(ABC):
         # What is not swept now is swept after the next save.
         except TensorkeepError as error:
             self._undeleted = error
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    # Can be deleted now.
+    removable: dict[str, int] = field(default_factory=dict)
+    # Of steps that were deleted within the grace period: someone may still read them.
+    waiting: dict[str, int] = field(default_factory=dict)
+    # Of saves that run or failed less than a day ago.
+    unfinished: dict[str, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.removable or self.waiting or self.unfinished)
 
 
 class SingleTierBackend(StepBackend):

@@ -36,8 +36,8 @@ from tensorkeep.formats.native.directory import (
     summarise_contents,
 )
 from tensorkeep.paths import StorePath
-from tensorkeep.runs.backends import SingleTierBackend
-from tensorkeep.runs.steps import Garbage, Step, check_is_step, step_numbers
+from tensorkeep.runs.backends import Garbage, SingleTierBackend
+from tensorkeep.runs.steps import Step, check_is_step, step_numbers
 from tensorkeep.storage import parallel, store_requests
 from tensorkeep.storage.base import MANIFEST_NAME
 from tensorkeep.storage.object_store import StoreDirectory

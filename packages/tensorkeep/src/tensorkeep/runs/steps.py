@@ -6,7 +6,7 @@ import operator
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, SupportsIndex
@@ -94,19 +94,6 @@ class UploadStatus:
     bytes_done: int = 0
     bytes_total: int = 0
     error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Garbage:
-    # Can be deleted now.
-    removable: dict[str, int] = field(default_factory=dict)
-    # Of steps that were deleted within the grace period: someone may still read them.
-    waiting: dict[str, int] = field(default_factory=dict)
-    # Of saves that run or failed less than a day ago.
-    unfinished: dict[str, int] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.removable or self.waiting or self.unfinished)
 
 
 def step_number(number: SupportsIndex, root: Path | None = None) -> int:

@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tensorkeep.runs.backends import Garbage
 from tensorkeep.runs.object_store import ManifestReferences, find_garbage, freed_bytes
-from tensorkeep.runs.steps import Garbage
 from tensorkeep.storage.store_requests import ObjectStatus
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
