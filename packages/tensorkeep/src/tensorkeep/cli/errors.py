@@ -17,7 +17,7 @@ BROKEN_PIPE = 141
 # Exit codes, the most severe first: damage before I/O errors before missing paths.
 _SEVERITY = (4, 3, 5, 7, 6, 2, 1, 0)
 # Keyword arguments in remedies, which the Python API writes for its callers.
-_KEYWORD = re.compile(r"""\b(allow|drop_metadata|force|metric|mode|overwrite|select)=(True|\[[^\]]*\]|"[^"]*")""")
+_KEYWORD = r"""\b(allow|drop_metadata|force|metric|mode|overwrite|select)=(True|\[[^\]]*\]|"[^"]*")"""
 
 
 class Interrupted(TensorkeepError, kind="interrupted", exit_code=130):
@@ -38,7 +38,7 @@ def as_failure(error: BaseException) -> TensorkeepError:
     """Return an exception as a TensorkeepError with a remedy for the command line (``--overwrite``)."""
     if isinstance(error, TensorkeepError):
         # The library writes remedies for Python; a user of the command line has flags.
-        error.remedy = error.remedy and _KEYWORD.sub(_as_option, error.remedy)
+        error.remedy = error.remedy and re.sub(_KEYWORD, _as_option, error.remedy)
         return error
     if isinstance(error, CycloptsError):
         return _usage_error(error)

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 from cyclopts import App
@@ -83,7 +84,8 @@ def _run(tokens: list[str], name: str, description: str) -> int:
         known = " ".join(tokens[:1]) in COMMANDS or " ".join(tokens[:2]) in COMMANDS
         app = build_app(plug_ins=not known, name=name, description=description)
         words = [token for token in tokens if token not in app.help_flags]
-        if len(words) < len(tokens):
+        shows_help = len(words) < len(tokens)
+        if shows_help:
             # Only here: the import takes a tenth of the time of a short command.
             from tensorkeep.cli.help import Formatter, show_whole_docstring
 
@@ -93,7 +95,7 @@ def _run(tokens: list[str], name: str, description: str) -> int:
         # From here on the options are known, with the environment and the file.
         output = bound.arguments.get("output", output)
         store = next((each for each in bound.arguments.values() if isinstance(each, StoreOptions)), StoreOptions())
-        with logging_to_stderr(output), store.applied():
+        with nullcontext() if shows_help else logging_to_stderr(output), store.applied():
             return command(*bound.args, **bound.kwargs) or 0
     except BrokenPipeError:
         raise
