@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ _POWER = 0.8
 _FEWEST_ARMS = 3
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Description:
     """Raw samples in a few numbers, in their own unit; ``std`` (n - 1) is None for one sample."""
@@ -36,7 +35,6 @@ class Description:
     high: float
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """How many times better one arm is than another; all but ``n`` and ``gain`` are None below 2 blocks."""
@@ -50,7 +48,6 @@ class Comparison:
     borrowed: float = 0.0  # degrees of freedom of ``std`` that other arms add to n - 1
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class SharedVariance:
     """An estimate of the variance of any arm from the variances of many, with ``df`` degrees of freedom."""

@@ -4,7 +4,7 @@ import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,8 +62,7 @@ class Llama:
 OPENLLAMA_3B = Llama(vocabulary=32_000, width=3_200, mlp=8_640, layers=26)  # 237 parameters, 3,426,473,600 weights
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+class Spec(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
     dtype: str
 

@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import xxhash
@@ -21,8 +20,7 @@ _FILL = 0x5A
 _CHUNK_BYTES = 4 * 1024**2
 
 
-@dataclass(frozen=True, slots=True)
-class Blueprint:
+class Blueprint(NamedTuple):
     """The structure of a state without its data, which another process can allocate."""
 
     skeleton: object
@@ -41,8 +39,7 @@ class Blueprint:
         return unflatten(self.skeleton, arrays)
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+class Expected(NamedTuple):
     """What a load must return: a digest of the state, and its structure."""
 
     digest: str

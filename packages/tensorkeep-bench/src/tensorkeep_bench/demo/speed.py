@@ -14,17 +14,8 @@ from msgspec.structs import replace
 from tensorkeep import info, load
 from tensorkeep.errors import StoreError, TensorkeepError
 from tensorkeep.ext import format_bytes, prepared
+from tensorkeep_bench.checkpoint import measure
 from tensorkeep_bench.checkpoint.files import check_capacity, remove, stored_bytes, warm
-from tensorkeep_bench.checkpoint.measure import (
-    FIRST,
-    SAVE,
-    STORED,
-    WARM,
-    FreshProcess,
-    outcome_of,
-    read_state,
-    save_durably,
-)
 from tensorkeep_bench.checkpoint.models import build, parse
 from tensorkeep_bench.checkpoint.states import COPIES_IN_MEMORY, StatePair, check_equal
 from tensorkeep_bench.checkpoint.tools import COMMON_TOOLS, TensorstoreTool, Tool, parse_tool
@@ -39,7 +30,7 @@ from tensorkeep_bench.workload import Outcome, Task
 DEFAULT_SCALE = 0.1
 SEED = 20_240_601
 LONGEST_SECONDS = 40.0  # seconds after which no further round starts
-SPEED_MEASURES = (SAVE, FIRST, STORED)
+SPEED_MEASURES = (measure.SAVE, measure.FIRST, measure.STORED)
 
 T5X = parse_tool({"tool": "t5x"})
 # The common tools, and TensorStore with the fastest of its settings that detect damage.
@@ -95,8 +86,8 @@ class SmallRun:
     figures: dict[str, float]
     not_run: str = ""
 
-    def scaled(self, measure: str, nbytes: int) -> float | None:
-        value = self.figures.get(measure)
+    def scaled(self, figure: str, nbytes: int) -> float | None:
+        value = self.figures.get(figure)
         # As if the figure grew with the bytes.
         return None if value is None else value * nbytes / self.state_bytes
 
@@ -138,29 +129,29 @@ def _save_and_load(tool: Tool, name: str, states: StatePair, folder: Path) -> Ou
     path = folder / f"state{tool.suffix}"
 
     def measure_once() -> Outcome:
-        _, saving = save_durably(tool, tool.view(states.source), path)
+        _, saving = measure.save_durably(tool, tool.view(states.source), path)
         # Cached, so that the speed of the disk does not hide the work of the tool.
         warm(path)
-        [loading] = FreshProcess(tool, path, states.expected_from(tool)).load(name)
-        return Outcome(figures={SAVE: saving, FIRST: loading, STORED: stored_bytes(path)})
+        [loading] = measure.FreshProcess(tool, path, states.expected_from(tool)).load(name)
+        return Outcome(figures={measure.SAVE: saving, measure.FIRST: loading, measure.STORED: stored_bytes(path)})
 
     try:
-        return outcome_of(name, measure_once)
+        return measure.outcome_of(name, measure_once)
     finally:
         remove(path)
 
 
 def figures(rounds: Results) -> dict[str, dict[str, Figure]]:
     found: dict[str, dict[str, Figure]] = {}
-    for measure in SPEED_MEASURES:
-        for arm in [name for name in TOOLS if name not in rounds.failures]:
-            values = list(rounds.figures(arm, measure).values())
-            own, torch = (arm, measure), ("torch", measure)
+    for name in SPEED_MEASURES:
+        for arm in [arm for arm in TOOLS if arm not in rounds.failures]:
+            values = list(rounds.figures(arm, name).values())
+            own, torch = (arm, name), ("torch", name)
             # A speedup of times, a fraction of bytes.
-            ratios = rounds.ratios(own, torch) if measure == STORED else rounds.ratios(torch, own)
+            ratios = rounds.ratios(own, torch) if name == measure.STORED else rounds.ratios(torch, own)
             if values:
                 figure = Figure(describe(values).median, describe(ratios) if ratios else None)
-                found.setdefault(measure, {})[arm] = figure
+                found.setdefault(name, {})[arm] = figure
     return found
 
 
@@ -199,7 +190,7 @@ def compare_six_ways(folder: Path, progress: Callable[[str], None]) -> Results:
         settings={**shipped.experiment.settings, **_MODELS},
     )
     planned = plan_results(ExperimentPlan(experiment, (*arms, *_OURS)).with_design(runs=1), "tensorkeep demo")
-    measures = tuple(measure for measure in planned.measures if measure.name in (SAVE, WARM, STORED))
+    measures = tuple(each for each in planned.measures if each.name in (measure.SAVE, measure.WARM, measure.STORED))
     run = ExperimentRun(replace(planned, measures=measures), folder / FILE_NAME, folder, _run_once)
 
     def report(cell: CellRecord, done: int, total: int, seconds_left: float | None) -> None:
@@ -218,15 +209,16 @@ def _run_once(task: Task, limits: Limits) -> Outcome:
     path = folder / f"state{tool.suffix}"
     try:
         state = tool.view(msgspec.convert(task.input, prepared(CheckpointInput)).load())
-        _, saving = save_durably(tool, state, path)
+        _, saving = measure.save_durably(tool, state, path)
         begin = time.perf_counter()
-        loaded = read_state(tool, path)
+        loaded = measure.read_state(tool, path)
         loading = time.perf_counter() - begin
         check_equal(loaded, state, task.arm)
     except TensorkeepError as error:
         # This process runs all arms: an error of one must not end the demo.
         return failed_outcome(error)
     else:
-        return Outcome(seconds=saving + loading, figures={SAVE: saving, WARM: loading, STORED: stored_bytes(path)})
+        taken = {measure.SAVE: saving, measure.WARM: loading, measure.STORED: stored_bytes(path)}
+        return Outcome(seconds=saving + loading, figures=taken)
     finally:
         remove(folder)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from chatgot.data.prepare import PreparedData, prepare
 from chatgot.run.folder import RunFolder
@@ -26,8 +26,7 @@ _USUAL = ("--eval.batches", "4")
 _QUICK = ("--loop.batch_size", "8", "--eval.batches", "1")
 
 
-@dataclass(frozen=True, slots=True)
-class KilledRun:
+class KilledRun(NamedTuple):
     step: int
     saved: Step
     losses: dict[int, float]

@@ -29,16 +29,8 @@ from tensorkeep.ext.pages import (
     render_page,
 )
 from tensorkeep.ext.storage import replace_file
-from tensorkeep_bench.report import sentences, tables
+from tensorkeep_bench.report import measures, sentences, tables
 from tensorkeep_bench.report.drawing import GAIN_LEGEND, png_file, svg_file
-from tensorkeep_bench.report.measures import (
-    GIB,
-    compared_arms,
-    compared_measures,
-    scale_of,
-    subject_and_machine,
-    subject_name,
-)
 from tensorkeep_bench.report.plots import FILES_ONLY, NAME_LENGTH, Plot, draw_plots
 from tensorkeep_bench.results import ArmStatistics, CellRecord, Measure, Results, Subject, read_results
 from tensorkeep_bench.wording import capitalised, clipped
@@ -54,7 +46,7 @@ def report_page(results: Results, plots: list[Plot]) -> str:
     # A design has a plot of its own. Bars begin at 0, where no loss is, so that training has a map of gains.
     usual = "gains" if results.experiment.workload == "training" else "bars"
     recommended = results.summary.recommendations
-    heading, subject = results.experiment.title or results.experiment.name, subject_and_machine(results)
+    heading, subject = results.experiment.title or results.experiment.name, measures.subject_and_machine(results)
     return render_page(
         "template.html.j2",
         REPORT,
@@ -105,7 +97,7 @@ def _subject(subject: Subject) -> list[tuple[str, str]]:
         facts.append(("tensors", f"{subject.tensors:,}"))
     if subject.bytes is not None:
         # GiB as well, because the published comparison uses GiB.
-        binary = f" ({subject.bytes / GIB:.2f} GiB)" if subject.bytes >= GIB / 100 else ""
+        binary = f" ({subject.bytes / measures.GIB:.2f} GiB)" if subject.bytes >= measures.GIB / 100 else ""
         facts.append(("raw bytes", f"{format_bytes(subject.bytes)}{binary}"))
     return facts + [(name, format_bytes(count)) for name, count in subject.dtypes.items()]
 
@@ -134,8 +126,8 @@ def _cells(results: Results) -> ReportTable:
                 TableEntry(shlex.join(cell.command), code=True),
             )
         )
-    measures = [f">{one.label} ({one.unit})" for one in results.measures]
-    headings = ("=arm", ">block", ">order", "=status", *measures, ">process (s)", "=command")
+    taken = [f">{one.label} ({one.unit})" for one in results.measures]
+    headings = ("=arm", ">block", ">order", "=status", *taken, ">process (s)", "=command")
     return ReportTable("Every cell", headings, rows, "Raw samples in the order of the runs.")
 
 
@@ -233,18 +225,18 @@ BAR_LEGEND = (("base", "baseline"), ("good", "better"), ("bad", "worse"), ("", "
 
 
 def amount_bars(results: Results) -> list[Bars]:
-    return [_bars(results, measure) for measure in compared_measures(results).named().values()]
+    return [_bars(results, measure) for measure in measures.compared_measures(results).named().values()]
 
 
 def bars_note(results: Results) -> str:
-    count = sum(results.ran(arm.name) for arm in compared_arms(results))
+    count = sum(results.ran(arm.name) for arm in measures.compared_arms(results))
     left_out = f" The baseline and the best {_MOST_BARS - 1} of {count} arms." if count > _MOST_BARS else ""
     return f"Medians, the best first: shorter is better. Line: range of the runs.{left_out}"
 
 
 def _bars(results: Results, measure: Measure) -> Bars:
-    scale, bars = scale_of(results, measure), []
-    for arm in compared_arms(results):
+    scale, bars = measures.scale_of(results, measure), []
+    for arm in measures.compared_arms(results):
         found = scale.describe(results, arm.name)
         if found is not None:
             verdict = results.statistics(arm.name, measure.name).verdict
@@ -267,7 +259,7 @@ _COLOURS = ("base", "first", "second", "third", "fourth")
 def loss_charts(results: Results) -> list[Chart]:
     cells = {
         arm.name: [cell for cell in results.cells_by_arm[arm.name] if cell.status == "ok" and cell.losses]
-        for arm in compared_arms(results)
+        for arm in measures.compared_arms(results)
     }
     arms = [name for name, own in cells.items() if own]
     # The baseline, then the arms with the most different losses: equal curves hide each other.
@@ -275,7 +267,7 @@ def loss_charts(results: Results) -> list[Chart]:
     # The colour of the baseline is only its own.
     colours = _COLOURS if results.baseline in arms else _COLOURS[1:]
     drawn = {name: cells[name] for name in arms[: len(colours)]}
-    name = subject_name(results)
+    name = measures.subject_name(results)
     found = [_chart(f"Training loss (nats) by step: {name}", "step", drawn, colours, lambda cell: 1.0)]
     # Without the time of a step, a curve has no seconds.
     if all(cell.figures.get(_STEP) for own in drawn.values() for cell in own):
@@ -285,7 +277,7 @@ def loss_charts(results: Results) -> list[Chart]:
 
 
 def losses_note(results: Results) -> str:
-    count = sum(any(cell.losses for cell in results.cells_by_arm[arm.name]) for arm in compared_arms(results))
+    count = sum(any(cell.losses for cell in results.cells_by_arm[arm.name]) for arm in measures.compared_arms(results))
     text = "Mean of the blocks. Seconds: of training alone, at the median step."
     if count > len(_COLOURS):
         text += (

@@ -1,8 +1,7 @@
 """The arms and measures that a report compares, and their units."""
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,8 +17,7 @@ GIB = 1024.0**3
 _LOADS = {"load_cold": "cold load", "load_warm": "warm load"}
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
+class Compared(NamedTuple):
     """The three measures of a comparison; each is None where it has no sample."""
 
     save: Measure | None
@@ -67,8 +65,7 @@ def compared_arms(results: Results) -> list[Arm]:
     return sorted(arms, key=lambda arm: arm.role != "baseline")
 
 
-@dataclass(frozen=True, slots=True)
-class FigureScale:
+class FigureScale(NamedTuple):
     measure: Measure
     unit: str  # behind a figure and in an axis label, such as ``s``, ``GB`` or ``s per GB of state``
     factor: float  # from the measure's own unit

@@ -29,14 +29,7 @@ from chatgot.run.setup import open_run
 from chatgot.run.state import OpenRun
 from chatgot.step.train_step import take_step
 from chatgot.step.world import LAUNCHER_VARIABLES
-from tensorkeep.errors import (
-    DivergedError,
-    RanksDisagreeError,
-    TechniqueNotActiveError,
-    TensorkeepError,
-    UnsupportedError,
-    UsageError,
-)
+from tensorkeep import errors
 from tensorkeep.ext import Closing, machine, prepared
 from tensorkeep_bench.checkpoint.files import release_memory
 from tensorkeep_bench.results import Settings
@@ -60,7 +53,7 @@ _MOST_POINTS = 100
 _TURN_MARK = "tensorkeep-turn "
 _MORE_STEPS = 20  # the partner can train this many times the steps of a cell, so that it never ends first
 _JOB = "job.json"
-_LOST = RanksDisagreeError.__name__
+_LOST = errors.RanksDisagreeError.__name__
 
 
 class PartnerTask(msgspec.Struct, frozen=True):
@@ -130,9 +123,9 @@ def run_training(config: Config, data: Path, folder: Path, protocol: Protocol, g
             outcome = _outcome(run, recorder, summary)
             outcome.figures |= _memory(run, recorder)
     # A technique that does nothing must not get a verdict on its speed.
-    except TechniqueNotActiveError as error:
+    except errors.TechniqueNotActiveError as error:
         raise GateError(error.message) from error
-    except (UnsupportedError, UsageError) as error:
+    except (errors.UnsupportedError, errors.UsageError) as error:
         raise DoesNotApplyError(error.message) from error
     finally:
         if recorder is not None and recorder.partner is not None:
@@ -241,7 +234,7 @@ def _memory(run: OpenRun, recorder: _Recorder) -> dict[str, float]:
         return {MEMORY: peak}
     figures = {RESIDENT: peak}
     # A range test ends where losses are no longer finite.
-    with suppress(DivergedError):
+    with suppress(errors.DivergedError):
         figures[MEMORY] = float(step_peak(lambda: take_step(run)))
     return figures
 
@@ -364,7 +357,7 @@ class Partner(Closing):
         # The output ended before a turn did, so the process has failed.
         code = self._process.wait()
         self.close()
-        raise TensorkeepError(f"the process of the baseline ended with exit code {code}")
+        raise errors.TensorkeepError(f"the process of the baseline ended with exit code {code}")
 
     def close(self) -> None:
         self._process.kill()
@@ -414,7 +407,7 @@ def reference_losses(config: Config, data: Path, steps: int, cache: Path) -> lis
         # In its own process, because compiled code and caches of the reference would change the first step of the cell.
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise TensorkeepError(f"the reference run without techniques failed: {last_line(done.stderr)}")
+            raise errors.TensorkeepError(f"the reference run without techniques failed: {last_line(done.stderr)}")
         # The last line: libraries may print before it.
         path.write_text(done.stdout.splitlines()[-1])
     return msgspec.json.decode(path.read_bytes(), type=list[float])
@@ -454,7 +447,7 @@ def run_on_ranks(job: TrainingJob, ranks: int, folder: Path) -> Outcome:
     # Files, because torchrun mixes the output of its ranks.
     files = [_outcome_file(folder, rank) for rank in range(ranks)]
     if done.returncode or not all(file.exists() for file in files):
-        raise TensorkeepError(f"torchrun with {ranks} ranks failed: {last_line(done.stderr)}")
+        raise errors.TensorkeepError(f"torchrun with {ranks} ranks failed: {last_line(done.stderr)}")
     return joined([msgspec.json.decode(file.read_bytes(), type=prepared(Outcome)) for file in files])
 
 
@@ -479,7 +472,7 @@ def _run_rank(folder: Path) -> None:
     except Exception as error:
         outcome = failed_outcome(error)
         # Marks the consequence of another rank's failure, see `joined`.
-        if isinstance(error, RanksDisagreeError):
+        if isinstance(error, errors.RanksDisagreeError):
             outcome.reason = f"{_LOST}: {outcome.reason}"
     _outcome_file(folder, int(os.environ["RANK"])).write_bytes(msgspec.json.encode(outcome))
 

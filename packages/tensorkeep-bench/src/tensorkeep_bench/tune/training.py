@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -35,8 +36,7 @@ _COST_OF_HALVING = 1.01  # the expected factor on the time of a step for each ha
 RunTrial = Callable[[Config], Outcome]
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     name: str
     settings: Settings
     cost: float
