@@ -8,12 +8,12 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict
 
 import numpy as np
 import torch
 
+from figures import Samples
 from tensorkeep.cli.text import Table
 from tensorkeep.codecs import planes, probe
 from tensorkeep.codecs.base import Bytes, HashedInput
@@ -27,51 +27,30 @@ BLOCKS = 12
 CODECS = {"compiled": planes.PlanesCodec(CompiledCoder), "python": planes.PlanesCodec(PythonCoder)}
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One round of one coder: raw and stored bytes of all blocks, and seconds of processor time."""
-
-    dtype: str
-    coder: str
-    raw_bytes: int
-    stored_bytes: int
-    encode_seconds: float
-    decode_seconds: float
-
-    @property
-    def size(self) -> float:
-        """Stored bytes over raw bytes."""
-        return self.stored_bytes / self.raw_bytes
-
-    @property
-    def encode(self) -> float:
-        """GB of raw bytes a second."""
-        return self.raw_bytes / self.encode_seconds / 1e9
-
-    @property
-    def decode(self) -> float:
-        """GB of raw bytes a second."""
-        return self.raw_bytes / self.decode_seconds / 1e9
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     options = parser.parse_args()
-    rounds = [each for name in options.dtypes for each in measure(BY_NAME[name], options.rounds)]
+    samples: Samples = {}
+    for name in options.dtypes:
+        samples |= measure(BY_NAME[name], options.rounds)
     headings = ("dtype", "coder", ">size", ">coded GB/s", ">decoded GB/s", ">times as fast")
-    Table(headings, rows(rounds)).show()
+    Table(headings, [row for name in options.dtypes for row in rows(samples, name)]).show()
     return 0
 
 
-def measure(dtype: DType, rounds: int) -> list[Round]:
-    """Code and decode the blocks with both coders in turns, after a round that is not counted."""
+def measure(dtype: DType, rounds: int) -> Samples:
+    """Code and decode the blocks with both coders in turns, after a round that is not counted.
+
+    Returns the size, stored over raw bytes, and GB of raw bytes a second of processor time by dtype and coder.
+    """
     blocks = weights(dtype)
     out = np.zeros(probe.bound(BLOCK_BYTES), np.uint8)
     back = np.zeros(BLOCK_BYTES, np.uint8)
     aside = np.zeros(BLOCK_BYTES, np.uint8)
-    found = []
+    found: Samples = defaultdict(list)
+    raw_bytes = len(blocks) * BLOCK_BYTES
     by_default = planes.CODEC
     for number in range(rounds + 1):
         for name, codec in CODECS.items():
@@ -92,8 +71,9 @@ def measure(dtype: DType, rounds: int) -> list[Round]:
                 assert (hasher.hexdigest(), found_stored) == expected
                 decode += time.process_time() - began
                 stored += length
-            if number:
-                found.append(Round(dtype.name, name, len(blocks) * BLOCK_BYTES, stored, encode, decode))
+            rates = {"code": raw_bytes / encode / 1e9, "decode": raw_bytes / decode / 1e9, "size": stored / raw_bytes}
+            for what, value in rates.items() if number else ():
+                found[f"{what} {dtype.name} {name}"].append(value)
     planes.CODEC = by_default
     return found
 
@@ -106,18 +86,17 @@ def weights(dtype: DType) -> list[Bytes]:
     return [(torch.randn(count, generator=generator) * 0.02).to(kind).view(torch.uint8).numpy() for _ in range(BLOCKS)]
 
 
-def rows(rounds: list[Round]) -> list[tuple[str, ...]]:
-    """Return a row for each dtype and coder, of medians."""
+def rows(samples: Samples, dtype: str) -> list[tuple[str, ...]]:
+    """Return a row of medians for each coder."""
 
-    def median(dtype: str, coder: str, of: Callable[[Round], float]) -> float:
-        return statistics.median(of(each) for each in rounds if (each.dtype, each.coder) == (dtype, coder))
+    def median(what: str, coder: str) -> float:
+        return statistics.median(samples[f"{what} {dtype} {coder}"])
 
     found = []
-    for dtype, coder in dict.fromkeys((each.dtype, each.coder) for each in rounds):
-        size = median(dtype, coder, lambda each: each.size)
-        encode, decode = median(dtype, coder, lambda r: r.encode), median(dtype, coder, lambda r: r.decode)
-        by = encode / median(dtype, "python", lambda r: r.encode), decode / median(dtype, "python", lambda r: r.decode)
-        found.append((dtype, coder, f"{size:.4f}", f"{encode:.2f}", f"{decode:.2f}", f"{by[0]:.2f}, {by[1]:.2f}"))
+    for coder in CODECS:
+        encode, decode = median("code", coder), median("decode", coder)
+        faster = f"{encode / median('code', 'python'):.2f}, {decode / median('decode', 'python'):.2f}"
+        found.append((dtype, coder, f"{median('size', coder):.4f}", f"{encode:.2f}", f"{decode:.2f}", faster))
     return found
 
 

@@ -58,9 +58,7 @@ def rates(folder: Path, options: argparse.Namespace) -> Samples:
     samples: Samples = {}
     for dtype in coder_rates.DTYPES:
         note(f"one core, {dtype}")
-        for each in coder_rates.measure(BY_NAME[dtype], options.rounds):
-            for what, value in (("code", each.encode), ("decode", each.decode), ("size", each.size)):
-                samples.setdefault(f"{what} {dtype} {each.coder}", []).append(value)
+        samples |= coder_rates.measure(BY_NAME[dtype], options.rounds)
     return samples
 
 
