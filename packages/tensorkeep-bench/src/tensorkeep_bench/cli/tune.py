@@ -18,10 +18,11 @@ from chatgot.config.recipes import RECIPES, get_recipe
 from chatgot.run.data import open_data
 from chatgot.run.folder import RunFolder
 from tensorkeep import __version__
-from tensorkeep.errors import DestinationExistsError, NotFoundError, StoreError, UsageError
+from tensorkeep.errors import DestinationExistsError, NotFoundError, UsageError
 from tensorkeep.ext import counted, format_bytes, format_rate, machine
 from tensorkeep.ext.checkpoint import options
 from tensorkeep.ext.cli import DEFAULT, SIZE, Checkpoint, Output, Size, Switch, Table, print_lines, printable, ratio
+from tensorkeep.ext.storage import store_errors
 from tensorkeep_bench.tune import checkpoint as tune_saves
 from tensorkeep_bench.tune import training as tune_memory
 
@@ -283,21 +284,7 @@ def _measured(tuned: tune_memory.TunedTraining) -> str:
 
 
 def _write(path: Path, tuned: tune_memory.TunedTraining) -> None:
-    loop = tuned.chosen.config.loop
-    lines = [
-        "[train.loop]",
-        f"batch_size = {loop.batch_size}",
-        f"gradient_accumulation_steps = {loop.gradient_accumulation_steps}",
-    ]
-    added = tuned.chosen.added
-    # Plain keys before the tables of techniques: TOML counts a key to the table header above it.
-    lines += ["", "[train.techniques]", *(f'{name} = "on"' for name, settings in added.items() if not settings)]
-    for name, settings in added.items():
-        if settings:
-            lines += ["", f"[train.techniques.{name}]"]
-            # JSON and TOML write numbers, booleans and strings alike.
-            lines += [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
-    try:
-        path.write_text("\n".join(lines) + "\n")
-    except OSError as error:
-        raise StoreError(f"cannot write the settings: {error.strerror}", path=path) from error
+    # JSON and TOML write numbers, booleans and strings alike.
+    lines = [f"{name} = {json.dumps(value)}" for name, value in flat(tuned.chosen.settings()).items()]
+    with store_errors(path, "write the settings"):
+        path.write_text("\n".join(["[train]", *lines, ""]))
