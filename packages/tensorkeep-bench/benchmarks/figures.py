@@ -68,6 +68,11 @@ def compared(above: Sequence[float], below: Sequence[float]) -> Comparison:
     return compare([math.log(a / b) for a, b in zip(above, below, strict=True)])
 
 
+def mean_line(what: str, bound: float | None, found: Comparison, *, at_most: bool = False) -> Line:
+    """Return a mean ratio and its 95% interval as a figure."""
+    return Line(what, bound, found.gain, found.low, found.high, at_most=at_most)
+
+
 def ratios(samples: Mapping[str, Sequence[float]], above: str, below: str) -> tuple[float, float, float]:
     """Return median, lowest and highest of the ratios of two figures of the same rounds."""
     found = [a / b for a, b in zip(samples[above], samples[below], strict=True)]
