@@ -371,14 +371,14 @@ def shipped(workload: str | None = None) -> dict[str, str]:
     return {name: each["title"] for name, each in found.items() if workload in (None, each["workload"])}
 
 
-def read_experiment(name_or_path: str | os.PathLike[str], *, check_arms: bool = True) -> ExperimentPlan:
+def read_experiment(name_or_path: str | os.PathLike[str]) -> ExperimentPlan:
     """Return the plan of a shipped experiment or a JSON file; UsageError if missing or not valid."""
     path = _find(name_or_path)
     try:
         value = read_json(path)
         # A suite is recognised by its top-level names: it has no "design".
         plan = (read_suite if _is_suite(value) else read_design)(value, path)
-        for arm in plan.arms if check_arms else ():
+        for arm in plan.arms:
             _check_arm(plan.experiment.workload, arm)
     except UsageError as error:
         # What is inside the file does not know its path.
@@ -388,7 +388,6 @@ def read_experiment(name_or_path: str | os.PathLike[str], *, check_arms: bool = 
 
 def _check_arm(workload: str, arm: Arm) -> None:
     try:
-        # Validating an arm imports the workload, and with it torch, so listings leave it out.
         get_workload(workload).parse_arm(arm.settings)
     except UsageError as error:
         remedy = error.remedy or "correct the settings"

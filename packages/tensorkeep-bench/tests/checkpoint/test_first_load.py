@@ -13,7 +13,7 @@ from tensorkeep_bench.checkpoint.measure import (
     FIRST,
     FIRST_LOADS,
     INTO_FIRST,
-    FreshProcess,
+    first_load,
     measure_tool,
     run_in_new_process,
 )
@@ -38,11 +38,11 @@ def test_each_call_has_its_own_process_and_errors_and_other_values_are_raised(tm
     assert len({os.getpid(), *(run_in_new_process(os.getpid) for _ in range(2))}) == 3
     tool: Tool = Raises()
     with pytest.raises(ValueError, match="no such thing"):
-        FreshProcess(tool, tmp_path / "x.pt", StatePair(state()).expected_from(tool)).load("raises")
+        first_load(tool, tmp_path / "x.pt", StatePair(state()).expected_from(tool), "raises")
     tool, states = LoadsZeros(), StatePair({"w": torch.ones(8)})
     for into in (False, True):
         with case(f"into={into}"), pytest.raises(GateError, match="zeros loaded values that differ"):
-            FreshProcess(tool, tmp_path / "x.pt", states.expected_from(tool)).load("zeros", into=into)
+            first_load(tool, tmp_path / "x.pt", states.expected_from(tool), "zeros", into=into)
     with pytest.raises(ChildProcessError, match="exit code 3"):
         run_in_new_process(os._exit, 3)
 

@@ -23,7 +23,7 @@ from tensorkeep.cli.output import Output
 from tensorkeep.errors import StoreError
 from tensorkeep.runs.steps import Step
 from tensorkeep_bench.analysis.summary import summarise
-from tensorkeep_bench.checkpoint.measure import FreshProcess
+from tensorkeep_bench.checkpoint import measure
 from tensorkeep_bench.cli.demo import training_demo
 from tensorkeep_bench.demo import faults, speed, training
 from tensorkeep_bench.demo.training import ComparedRuns, KilledRun, TrainingDemo
@@ -142,7 +142,7 @@ def test_quiet_prints_nothing_and_a_broken_promise_is_reported_and_fails(
 
 
 def test_an_interrupt_in_a_round_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
-    monkeypatch.setattr(FreshProcess, "load", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(measure, "first_load", mock.Mock(side_effect=KeyboardInterrupt))
     assert call("demo", "--scale", "0.001", *ONCE, "--dir", tmp_path, code=130).err == "interrupted\n"
     assert list(tmp_path.iterdir()) == []
 

@@ -6,9 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -134,8 +134,8 @@ def _load_first(measure: str, tool: Tool, arm: str, states: StatePair, path: Pat
     with outcome.clock("first loads"):
         files.warm(path)
         # The state is compared by its digest, because the new process has no copy.
-        process = FreshProcess(tool, path, states.expected_from(tool))
-        [outcome.figures[measure]] = process.load(arm, into=measure == INTO_FIRST)
+        expected, into = states.expected_from(tool), measure == INTO_FIRST
+        outcome.figures[measure] = first_load(tool, path, expected, arm, into=into)
 
 
 def _warm_up_load(tool: Tool, path: Path, outcome: Outcome) -> None:
@@ -207,31 +207,31 @@ def call_once(tool: Tool, folder: Path) -> None:
         files.remove(path)
 
 
-@dataclass(frozen=True, slots=True)
-class FreshProcess:
-    tool: Tool
-    path: Path
-    expected: Expected
+def first_load(tool: Tool, path: Path, expected: Expected, arm: str, *, into: bool = False) -> float:
+    """Return the seconds of a load in a process that has loaded nothing before.
 
-    def load(self, arm: str, *, into: bool = False, times: int = 1) -> list[float]:
-        """Return the seconds of the first load in the process, and of the loads that follow.
+    Raises GateError if the load does not return what was saved; the error of the tool if it raises one.
+    """
+    blueprint = expected.blueprint if into else None
+    seconds, found = run_in_new_process(_first_load, tool, path, blueprint)
+    if found != expected.digest:
+        raise GateError(f"{arm} loaded values that differ from the saved ones, in a new process")
+    return float(seconds)
 
-        Raises GateError if a load does not return what was saved; the error of the tool if it raises one.
-        """
-        blueprint = self.expected.blueprint if into else None
-        answer = run_in_new_process(_first_load, self.tool, self.path, blueprint, times)
-        if any(found != self.expected.digest for _, found in answer):
-            raise GateError(f"{arm} loaded values that differ from the saved ones, in a new process")
-        return [seconds for seconds, _ in answer]
+
+def start_process(function: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Connection]:
+    """Start a new process; the function gets the other end of the connection as its first argument."""
+    ours, theirs = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=function, args=(theirs, *arguments), daemon=True)
+    process.start()
+    # Otherwise `recv` would wait forever for a process that has died.
+    theirs.close()
+    return process, ours
 
 
 def run_in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return the result of a function in a new process, or raise its exception; ChildProcessError without one."""
-    ours, theirs = PROCESSES.Pipe()
-    process = PROCESSES.Process(target=_answer, args=(theirs, function, *arguments), daemon=True)
-    process.start()
-    # Otherwise `recv` would wait forever for a process that has died.
-    theirs.close()
+    process, ours = start_process(_answer, function, *arguments)
     try:
         answer = ours.recv()
     except EOFError:
@@ -257,21 +257,16 @@ def _answer(connection: Connection, function: Callable[..., Any], *arguments: An
     connection.send(answer)
 
 
-def _first_load(tool: Tool, path: Path, blueprint: Blueprint | None, times: int) -> list[tuple[float, str]]:
+def _first_load(tool: Tool, path: Path, blueprint: Blueprint | None) -> tuple[float, str]:
     with TemporaryDirectory(dir=path.parent) as folder:
         call_once(tool, Path(folder))
     files.release_memory()
-    answer = []
-    for _ in range(times):
-        existing = None
-        if blueprint is not None:
-            # Wiped, so that its memory is touched before the clock starts, and an earlier load cannot pass.
-            existing = tool.view(blueprint.allocate())
-            wipe(existing)
-        begin = time.perf_counter()
-        loaded = read_state(tool, path, existing)
-        seconds = time.perf_counter() - begin
-        answer.append((seconds, digest(loaded)))
-        # The next load must not need memory for two states.
-        del loaded, existing
-    return answer
+    existing = None
+    if blueprint is not None:
+        # Wiped, so that its memory is touched before the clock starts, and a load that does nothing cannot pass.
+        existing = tool.view(blueprint.allocate())
+        wipe(existing)
+    begin = time.perf_counter()
+    loaded = read_state(tool, path, existing)
+    seconds = time.perf_counter() - begin
+    return seconds, digest(loaded)

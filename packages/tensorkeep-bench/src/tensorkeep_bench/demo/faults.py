@@ -15,7 +15,7 @@ from tensorkeep.errors import CorruptCheckpointError, StoreError, UsageError, fi
 from tensorkeep.ext import format_bytes, format_seconds, machine, number
 from tensorkeep.ext.formats import manifest
 from tensorkeep.ext.storage import LocalDirectory
-from tensorkeep_bench.checkpoint.measure import PROCESSES
+from tensorkeep_bench.checkpoint.measure import start_process
 from tensorkeep_bench.checkpoint.states import StatePair, digest, wipe
 from tensorkeep_bench.checkpoint.tools import COMMON_TOOLS, TorchTool
 
@@ -188,10 +188,7 @@ def kill_saves(folder: Path, states: StatePair) -> list[KilledSave]:
 def _kill(tool: str, path: Path, source: Path, nbytes: int) -> tuple[float, int]:
     """Kill a save by SIGKILL; return after how many seconds, and how many bytes it had written."""
     for fraction in _FRACTIONS:
-        ours, theirs = PROCESSES.Pipe()
-        process = PROCESSES.Process(target=_save_over, args=(theirs, tool, path, source), daemon=True)
-        process.start()
-        theirs.close()
+        process, ours = start_process(_save_over, tool, path, source)
         try:
             ours.recv()  # The state is ready, and the save begins.
             begin, before, written = time.perf_counter(), machine.written_bytes(process.pid), 0

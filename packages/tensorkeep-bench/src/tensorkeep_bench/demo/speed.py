@@ -132,7 +132,7 @@ def _save_and_load(tool: Tool, name: str, states: StatePair, folder: Path) -> Ou
         _, saving = measure.save_durably(tool, tool.view(states.source), path)
         # Cached, so that the speed of the disk does not hide the work of the tool.
         warm(path)
-        [loading] = measure.FreshProcess(tool, path, states.expected_from(tool)).load(name)
+        loading = measure.first_load(tool, path, states.expected_from(tool), name)
         return Outcome(figures={measure.SAVE: saving, measure.FIRST: loading, measure.STORED: stored_bytes(path)})
 
     try:

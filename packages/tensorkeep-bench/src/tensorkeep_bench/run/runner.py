@@ -21,7 +21,7 @@ from tensorkeep_bench.analysis.samples import Samples
 from tensorkeep_bench.analysis.summary import summarise
 from tensorkeep_bench.checkpoint.files import remove
 from tensorkeep_bench.experiment import ExperimentPlan
-from tensorkeep_bench.results import Arm, CellRecord, Experiment, Limits, Results, Status, Subject, write_results
+from tensorkeep_bench.results import Arm, CellRecord, Experiment, Limits, Results, Status, write_results
 from tensorkeep_bench.run.cell import command_of, run_cell
 from tensorkeep_bench.workload import Outcome, Task, get_workload
 
@@ -224,7 +224,6 @@ def run_rounds(
     *,
     seed: int = 0,
     seconds: float | None = None,
-    nbytes: int | None = None,
     progress: Callable[[int, str], None] | None = None,
 ) -> Results:
     """Measure every arm once a round in this process, at most ``seconds`` long; the first arm is the baseline."""
@@ -233,9 +232,7 @@ def run_rounds(
     arms = tuple(Arm(name, "arm" if place else "baseline") for place, name in enumerate(names))
     experiment = Experiment("rounds", "", baseline=names[0], runs=rounds, seed=seed, budget=seconds)
     cells = tuple(schedule(experiment, arms))
-    run = BlockRun(
-        Results(experiment=experiment, subject=Subject(bytes=nbytes), measures=(), arms=arms, cells=cells), measurements
-    )
+    run = BlockRun(Results(experiment=experiment, measures=(), arms=arms, cells=cells), measurements)
 
     def report(cell: CellRecord, done: int, total: int, seconds_left: float | None) -> None:
         if progress is not None and cell.status == "planned":
