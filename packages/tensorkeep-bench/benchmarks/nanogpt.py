@@ -100,19 +100,19 @@ def main() -> int:
         return [figure(run) for run in samples[name]]
 
     def speed(run: dict[str, Any]) -> float:
-        return run["tokens_per_second"]
+        return float(run["tokens_per_second"])
 
     def whole(run: dict[str, Any]) -> float:
-        return run["seconds"]["whole"]
+        return float(run["seconds"]["whole"])
 
     ratios = {
         FASTER: compared(runs_of("ours", speed), runs_of("nanogpt", speed)),
         SOONER: compared(runs_of("nanogpt", whole), runs_of("best", whole)),
     }
     loss = {name: statistics.mean(run["loss"] for run in runs) for name, runs in samples.items()}
-    for name, runs in samples.items():
+    for name, trained in samples.items():
         means = (statistics.mean(runs_of(name, figure)) for figure in (speed, whole))
-        print(f"{name:8} {runs[0]['steps']:,} steps: {_shown(loss[name], *means)}")
+        print(f"{name:8} {trained[0]['steps']:,} steps: {_shown(loss[name], *means)}")
     lines = [mean_line(what, BOUNDS[what], ratio) for what, ratio in ratios.items()]
     lines.append(Line("mean loss, ours / nanogpt", EQUAL_LOSS, loss["ours"] / loss["nanogpt"], at_most=True))
     lines.append(Line("mean loss, nanogpt / best", BEST_LOSS, loss["nanogpt"] / loss["best"]))

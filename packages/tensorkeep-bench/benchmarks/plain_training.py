@@ -38,7 +38,7 @@ from chatgot.data.prepare import prepare
 from chatgot.loop import Silent, train
 from chatgot.run.folder import RunFolder
 from chatgot.run.setup import open_run
-from chatgot.step.state import StepState
+from chatgot.run.state import OpenRun
 from figures import compared, mean_line, note, parser_of, show, write_samples
 from tensorkeep_bench.statistics import compare, describe
 
@@ -176,7 +176,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Samples:
     return samples
 
 
-def _trained_in_turns(run: StepState, plain: Iterator[None], steps: int) -> dict[str, list[float]]:
+def _trained_in_turns(run: OpenRun, plain: Iterator[None], steps: int) -> dict[str, list[float]]:
     """Return the seconds of some steps of the trainer and of as many by hand.
 
     The checkpoint with which every training ends is not among them.
@@ -197,7 +197,7 @@ def _trained_in_turns(run: StepState, plain: Iterator[None], steps: int) -> dict
     return {"plain": [by_hand], "trainer": [by_trainer]}
 
 
-def _trained_and_saved(run: StepState, steps: int) -> dict[str, list[float]]:
+def _trained_and_saved(run: OpenRun, steps: int) -> dict[str, list[float]]:
     """Return the seconds of some steps of the trainer, until every checkpoint is durable, and what each save costs."""
     last, ends = run.progress.step + steps, [time.perf_counter()]
 

@@ -94,7 +94,7 @@ def _measure(spec: str, rounds: int, folder: Path) -> tuple[Results, list[PeakMe
         for compression in COMPRESSIONS
         for layout in LAYOUTS
     ]
-    arms = {
+    arms: dict[str, Measurement] = {
         **{name: partial(_measure_tool, tool, name, states, folder) for name, tool in COMMON_TOOLS.items()},
         DIRECT: _direct_write(states, folder),
     }

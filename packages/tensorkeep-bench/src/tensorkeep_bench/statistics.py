@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,7 @@ class Description:
     high: float
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """How many times better one arm is than another; all but ``n`` and ``gain`` are None below 2 blocks."""
