@@ -356,9 +356,13 @@ class SkeletonReader:
         if not issubclass(cls, enum.Enum):
             raise UnsupportedError(f"{name} is no longer an enum", remedy=_AS_SAVED)
         try:
-            return cls[key] if isinstance(key, str) else cls(key)
+            found = cls[key] if isinstance(key, str) else cls(key)
+            # Python 3.11.2 drops unknown bits of a flag instead of raising.
+            if found.value == key or isinstance(key, str):
+                return found
         except (KeyError, ValueError):
-            raise UnsupportedError(f"{name} has no member {key!r}", remedy=_AS_SAVED) from None
+            pass
+        raise UnsupportedError(f"{name} has no member {key!r}", remedy=_AS_SAVED)
 
 
 @lru_cache(maxsize=256)
