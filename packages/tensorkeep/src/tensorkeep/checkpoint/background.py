@@ -34,7 +34,7 @@ class SaveMemory:
         self._budget = budget
         self._staging: BufferPool | None = None
         self._working: BufferPool | None = None
-        self._page_lock = CudaPageLock()
+        self._page_lock: CudaPageLock | None = None
 
     def working(self, threads: int, *, delta: bool, in_store: bool = False) -> BufferPool:
         """The pool of the writing threads. Raises UsageError if the budget is too small to upload."""
@@ -61,8 +61,9 @@ class SaveMemory:
             size = self._staging.budget
         else:
             size = self._half_of_available(needed)
-        lock = self._page_lock if from_cuda else None
-        self._staging = _with_budget(self._staging, size, page_lock=lock)
+        if from_cuda:
+            self._page_lock = self._page_lock or CudaPageLock()
+        self._staging = _with_budget(self._staging, size, page_lock=self._page_lock if from_cuda else None)
         return self._staging
 
     def _half_of_available(self, needed: int) -> int:
