@@ -236,6 +236,13 @@ def test_every_protocol_of_pickle_is_read_and_no_key_is_lost(tmp_path: Path, zip
     assert [type(each) for each in found["sets"]] == [tensorkeep.Placeholder] * 2
 
 
+def test_tensor_of_another_device_saved_as_an_array_is_read(tmp_path: Path) -> None:
+    array = Calls(torch._utils._rebuild_device_tensor_from_numpy, np.arange(3.0), torch.float64, "cpu", False)
+    torch.save({"xla": array, "w": torch.ones(2)}, tmp_path / "x.pt")
+    state = tensorkeep.load(tmp_path / "x.pt", allow="numpy")
+    assert same(state, {"xla": torch.arange(3.0, dtype=torch.float64), "w": torch.ones(2)})
+
+
 def test_using_a_placeholder_raises_and_looking_at_it_does_not() -> None:
     placeholder = tensorkeep.Placeholder("a.b", "a sparse tensor", "save x.to_dense()")
     for copied in (copy.deepcopy(placeholder), pickle.loads(pickle.dumps(placeholder))):
