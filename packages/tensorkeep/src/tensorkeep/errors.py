@@ -269,18 +269,13 @@ def did_you_mean(name: str, known: Collection[str], what: str = "known") -> str:
 
 def warn_caller(message: str | Warning) -> None:
     """Warn at the line outside of this package that led here, however deep the call is."""
-    warnings.warn(message, stacklevel=stack_level_of_caller())
-
-
-def stack_level_of_caller() -> int:
-    """The ``stacklevel`` of the first frame outside of this package, for the function that calls this."""
     # `skip_file_prefixes` does this from Python 3.12 on.
     package = __name__.partition(".")[0]
-    frame, level = sys._getframe(1), 1
+    frame, level = sys._getframe(), 1
     # With the dot: a user's package may be named `tensorkeep_tools`.
     while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(f"{package}."):
         frame, level = frame.f_back, level + 1
-    return level
+    warnings.warn(message, stacklevel=level)
 
 
 def first_line(error: BaseException) -> str:
