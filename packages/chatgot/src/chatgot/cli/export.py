@@ -1,6 +1,5 @@
 """``tensorkeep export``: write the model of a run as a folder for Hugging Face transformers."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -49,6 +48,6 @@ def export(
         dtype=dtype,
         overwrite=overwrite,
     )
-    document = {"step": trained.step.number, **asdict(report)}
+    document = {"step": trained.step.number, **report.as_dict()}
     text = f"wrote {report.path}: {report.architecture} of step {trained.step.number}, {report.parameters:,} parameters"
     output.show(document, lambda: print_lines(f"{text} in {report.dtype}, {format_bytes(report.stored_bytes)}"))

@@ -167,13 +167,12 @@ def prepare(
     # For a mixture, the choice of a tokenizer does not count if a source is prepared data.
     make = partial(tokenizer_factory, tokenizer, vocab_size)
     learn = None if weights else make()
-    destination = Path(checked_path(out))
+    place = Path(checked_path(out))
     with ExitStack() as stack:
         # Before the folder of the data is made: nothing is written for a source that does not exist.
         corpus = None if weights else stack.enter_context(work.opened(source))
-        commit = stack.enter_context(
-            Commit(destination, directory=True, overwrite=overwrite, replaceable=is_replaceable)
-        )
+        new = Commit(place, directory=True, overwrite=overwrite, replaceable=is_replaceable)
+        commit = stack.enter_context(new)
         if corpus is None or learn is None:
             manifest, learned = work.write_mixture(os.fspath(source), weights, commit.path, make)
         else:
