@@ -79,6 +79,13 @@ def ratios(samples: Mapping[str, Sequence[float]], above: str, below: str) -> tu
     return statistics.median(found), min(found), max(found)
 
 
+def ratio_line(
+    what: str, bound: float | None, samples: Samples, above: str, below: str, *, at_most: bool = False
+) -> Line:
+    """Return the median ratio of two figures of the same rounds, and its range, as a figure."""
+    return Line(what, bound, *ratios(samples, above, below), at_most=at_most)
+
+
 def show(lines: Sequence[Line]) -> int:
     """Print the figures; return the exit code, 1 if one misses its bound."""
     Table(("figure", ">median", ">spread", ">must reach", "verdict"), [line.row() for line in lines]).show()

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from figures import Line, busy_processes, parser_of, ratios, show, write_samples
+from figures import Line, busy_processes, parser_of, ratio_line, show, write_samples
 from tensorkeep.cli.text import Table
 from tensorkeep.units import format_bytes, parse_bytes
 
@@ -171,7 +171,7 @@ def _lines(result: dict[str, Any]) -> Iterator[Line]:
     for tool, other, bound in BOUNDS:
         if tool in seconds:
             what = f"{format_bytes(result['bytes'])}, {result['state']}: {TOOLS[tool]} / {TOOLS[other]}"
-            yield Line(what, bound, *ratios(seconds, tool, other), at_most=True)
+            yield ratio_line(what, bound, seconds, tool, other, at_most=True)
 
 
 def _print(result: dict[str, Any]) -> None:

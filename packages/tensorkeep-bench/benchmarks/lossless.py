@@ -19,21 +19,8 @@ from pathlib import Path
 import torch
 
 import coder_rates
+import figures
 import tensorkeep
-from figures import (
-    Line,
-    Part,
-    Samples,
-    Worker,
-    for_seconds,
-    median_line,
-    median_step,
-    note,
-    parser_of,
-    ratios,
-    run_parts,
-    training_step,
-)
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep_bench.checkpoint.files import make_cold, remove, sync_tree, warm
 from tensorkeep_bench.checkpoint.models import build, spec_of_size
@@ -44,35 +31,36 @@ ARMS = {"torch": "compiled", "raw": "compiled", "lossless": "compiled", "lossles
 
 
 def main() -> int:
-    parser = parser_of(__doc__, rounds=7, folder="a folder on the disk to measure", size="2GB", parts=PARTS)
+    parser = figures.parser_of(__doc__, rounds=7, folder="a folder on the disk to measure", size="2GB", parts=PARTS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    return work(options) if options.worker else run_parts("lossless.py", PARTS, options)
+    return work(options) if options.worker else figures.run_parts("lossless.py", PARTS, options)
 
 
 # One core
 
 
-def rates(folder: Path, options: argparse.Namespace) -> Samples:
+def rates(folder: Path, options: argparse.Namespace) -> figures.Samples:
     """Return rates and sizes of each dtype and coder."""
-    samples: Samples = {}
+    samples: figures.Samples = {}
     for dtype in coder_rates.DTYPES:
-        note(f"one core, {dtype}")
+        figures.note(f"one core, {dtype}")
         samples |= coder_rates.measure(BY_NAME[dtype], options.rounds)
     return samples
 
 
-def rates_lines(samples: Samples) -> Iterator[Line]:
+def rates_lines(samples: figures.Samples) -> Iterator[figures.Line]:
     for what, bound in (("code", 3.0), ("decode", 3.5)):
-        yield median_line(f"{what}, one core, bfloat16", bound, samples[f"{what} bfloat16 compiled"], unit="GB/s")
+        found = samples[f"{what} bfloat16 compiled"]
+        yield figures.median_line(f"{what}, one core, bfloat16", bound, found, unit="GB/s")
     size = statistics.median(samples["size bfloat16 compiled"])
-    yield Line("stored bytes over raw, bfloat16", 0.664, size, at_most=True)
+    yield figures.Line("stored bytes over raw, bfloat16", 0.664, size, at_most=True)
     for dtype in coder_rates.DTYPES:
         for what in ("code", "decode"):
-            found = ratios(samples, f"{what} {dtype} compiled", f"{what} {dtype} python")
-            yield Line(f"{what}, {dtype}, times the coder in Python", BOUNDS.get(dtype), *found)
-        found = ratios(samples, f"size {dtype} compiled", f"size {dtype} python")
-        yield Line(f"stored bytes, {dtype}, over those of the coder in Python", 1.002, *found, at_most=True)
+            found = figures.ratios(samples, f"{what} {dtype} compiled", f"{what} {dtype} python")
+            yield figures.Line(f"{what}, {dtype}, times the coder in Python", BOUNDS.get(dtype), *found)
+        found = figures.ratios(samples, f"size {dtype} compiled", f"size {dtype} python")
+        yield figures.Line(f"stored bytes, {dtype}, over those of the coder in Python", 1.002, *found, at_most=True)
 
 
 BOUNDS = {"float16": 2.0, "float32": 2.0}
@@ -81,19 +69,20 @@ BOUNDS = {"float16": 2.0, "float32": 2.0}
 # Saves and loads
 
 
-def saves(folder: Path, options: argparse.Namespace) -> Samples:
+def saves(folder: Path, options: argparse.Namespace) -> figures.Samples:
     """Return seconds and processor seconds of saves and loads of each arm."""
     command = [sys.executable, __file__, "--worker", "--size", str(options.size), "--dir", str(folder)]
     # Each has the state in memory, and uses one coder.
     workers = {
-        coder: Worker(*command, env=os.environ | {"TENSORKEEP_CODER": coder}) for coder in ("compiled", "python")
+        coder: figures.Worker(*command, env=os.environ | {"TENSORKEEP_CODER": coder})
+        for coder in ("compiled", "python")
     }
     for worker in workers.values():
         worker.answer()
-    samples: Samples = {}
+    samples: figures.Samples = {}
     for number in range(options.rounds + 1):
         for what in ("save", "cold load", "warm load"):
-            note(f"round {number} of {options.rounds}: {what}")
+            figures.note(f"round {number} of {options.rounds}: {what}")
             for arm in list(ARMS)[number % len(ARMS) :] + list(ARMS)[: number % len(ARMS)]:
                 seconds, processor = workers[ARMS[arm]].ask([what, arm])
                 if number:  # the first round is not counted
@@ -104,18 +93,18 @@ def saves(folder: Path, options: argparse.Namespace) -> Samples:
     return samples
 
 
-def saves_lines(samples: Samples) -> Iterator[Line]:
-    def faster(bound: float | None, what: str, ours: str, theirs: str) -> Line:
-        return Line(
-            f"{what}, {ours}, against {theirs}", bound, *ratios(samples, f"{what}, {theirs}", f"{what}, {ours}")
+def saves_lines(samples: figures.Samples) -> Iterator[figures.Line]:
+    def faster(bound: float | None, what: str, ours: str, theirs: str) -> figures.Line:
+        return figures.ratio_line(
+            f"{what}, {ours}, against {theirs}", bound, samples, f"{what}, {theirs}", f"{what}, {ours}"
         )
 
     yield faster(1.2, "save", "lossless", "raw")
     yield faster(3.0, "save", "lossless", "torch")
     yield faster(None, "save", "lossless", "lossless in Python")
     name = "save, {}, processor"
-    found = ratios(samples, name.format("lossless"), name.format("lossless in Python"))
-    yield Line("save, processor seconds, over those of the coder in Python", 0.35, *found, at_most=True)
+    found = figures.ratios(samples, name.format("lossless"), name.format("lossless in Python"))
+    yield figures.Line("save, processor seconds, over those of the coder in Python", 0.35, *found, at_most=True)
     yield faster(1.3, "cold load", "lossless", "raw")
     yield faster(1.5, "warm load", "lossless", "torch")
 
@@ -160,18 +149,18 @@ def timed(call: Callable[[], object]) -> tuple[float, float]:
 # Beside training
 
 
-def training(folder: Path, options: argparse.Namespace) -> Samples:
+def training(folder: Path, options: argparse.Namespace) -> figures.Samples:
     """Return the median seconds of a training step, alone and beside background saves."""
     state = build(spec_of_size(options.size), seed=SEED)
-    step = training_step()
-    samples: Samples = {"alone": [], "raw": [], "lossless": []}
+    step = figures.training_step()
+    samples: figures.Samples = {"alone": [], "raw": [], "lossless": []}
     for number in range(options.rounds + 1):
-        note(f"round {number} of {options.rounds}: steps of training")
-        found = {"alone": median_step(step, for_seconds(1.0))}
+        figures.note(f"round {number} of {options.rounds}: steps of training")
+        found = {"alone": figures.median_step(step, figures.for_seconds(1.0))}
         for arm in ("raw", "lossless") if number % 2 else ("lossless", "raw"):
             compression = "none" if arm == "raw" else arm
             pending = tensorkeep.save_async(state, folder / "beside", compression=compression, overwrite=True)
-            found[arm] = median_step(step, lambda pending=pending: not pending.done())
+            found[arm] = figures.median_step(step, lambda pending=pending: not pending.done())
             pending.wait()
         if number:
             for arm, seconds in found.items():
@@ -179,14 +168,13 @@ def training(folder: Path, options: argparse.Namespace) -> Samples:
     return samples
 
 
-def training_lines(samples: Samples) -> Iterator[Line]:
-    yield Line(
-        "training step beside a lossless save / a raw one", 1.05, *ratios(samples, "lossless", "raw"), at_most=True
-    )
-    yield Line("training step beside a raw save / alone", None, *ratios(samples, "raw", "alone"), at_most=True)
+def training_lines(samples: figures.Samples) -> Iterator[figures.Line]:
+    what = "training step beside a lossless save / a raw one"
+    yield figures.ratio_line(what, 1.05, samples, "lossless", "raw", at_most=True)
+    yield figures.ratio_line("training step beside a raw save / alone", None, samples, "raw", "alone", at_most=True)
 
 
-PARTS: dict[str, Part] = {
+PARTS: dict[str, figures.Part] = {
     "rates": (rates, rates_lines),
     "saves": (saves, saves_lines),
     "training": (training, training_lines),

@@ -29,20 +29,8 @@ import obstore
 import torch
 from obstore.store import S3Store
 
+import figures
 import tensorkeep
-from figures import (
-    Line,
-    Part,
-    Samples,
-    Worker,
-    for_seconds,
-    median_step,
-    parser_of,
-    ratios,
-    run_parts,
-    seconds_of,
-    training_step,
-)
 from link import link_to
 from peak_memory import COMPRESSIONS, INTERPRETER_ALLOWANCE, measure_peak
 from tensorkeep.checkpoint.options import STORE_THREADS
@@ -64,9 +52,9 @@ LINK_RATE = 100e6
 
 def main() -> int:
     place = "a folder on the disk for objects and local saves"
-    options = parser_of(__doc__, rounds=7, folder=place, size="1GB", parts=PARTS).parse_args()
+    options = figures.parser_of(__doc__, rounds=7, folder=place, size="1GB", parts=PARTS).parse_args()
     check_capacity(options.dir, disk=5 * options.size, memory=4 * options.size + 4 * DEFAULT_BUDGET)
-    return run_parts("stores.py", PARTS, options)
+    return figures.run_parts("stores.py", PARTS, options)
 
 
 class Server(NamedTuple):
@@ -133,7 +121,7 @@ def client(url: str) -> S3Store:
 # Saves and loads
 
 
-def transfers(store: Server, options: argparse.Namespace) -> Samples:
+def transfers(store: Server, options: argparse.Namespace) -> figures.Samples:
     """Return the seconds of saves and loads by kind and round; the first round is not counted."""
     state = build(spec_of_size(options.size), seed=SEED)
     content = np.concatenate([tensor.view(torch.uint8).flatten().numpy() for tensor in state.values()])
@@ -160,24 +148,24 @@ def transfers(store: Server, options: argparse.Namespace) -> Samples:
         "tensorkeep": lambda: tensorkeep.load(f"s3://{BUCKET}/raw", into=state),
         "lossless": lambda: tensorkeep.load(f"s3://{BUCKET}/lossless", into=state),
     }
-    samples: Samples = {f"{kind} {name}": [] for kind in ("save", "load") for name in arms}
+    samples: figures.Samples = {f"{kind} {name}": [] for kind in ("save", "load") for name in arms}
     draw = random.Random(SEED)
     for number in range(options.rounds + 1):
         store.clear()
         for kind, calls in (("save", arms), ("load", loads)):
             for name in draw.sample([*calls], len(calls)):
                 os.sync()
-                seconds = seconds_of(calls[name])
+                seconds = figures.seconds_of(calls[name])
                 if number:
                     samples[f"{kind} {name}"].append(seconds)
     return samples
 
 
-def transfer_lines(samples: Samples) -> Iterator[Line]:
+def transfer_lines(samples: figures.Samples) -> Iterator[figures.Line]:
     """Return rates against those of obstore alone."""
     for kind, what in (("save", "a save, against uploads by obstore"), ("load", "a load, against reads by obstore")):
-        yield Line(f"{what}, raw", 0.9, *ratios(samples, f"{kind} obstore", f"{kind} tensorkeep"))
-        yield Line(f"{what}, lossless", None, *ratios(samples, f"{kind} obstore", f"{kind} lossless"))
+        yield figures.ratio_line(f"{what}, raw", 0.9, samples, f"{kind} obstore", f"{kind} tensorkeep")
+        yield figures.ratio_line(f"{what}, lossless", None, samples, f"{kind} obstore", f"{kind} lossless")
 
 
 # Memory
@@ -193,24 +181,24 @@ def memory(store: Server, options: argparse.Namespace) -> dict[str, dict[str, An
     return found
 
 
-def memory_lines(samples: dict[str, dict[str, Any]]) -> Iterator[Line]:
+def memory_lines(samples: dict[str, dict[str, Any]]) -> Iterator[figures.Line]:
     """Return megabytes against the budget."""
     for compression, found in samples.items():
         most = max(found[each] for each in ("save", "load", "load_into"))
         bound = (found["budget"] + INTERPRETER_ALLOWANCE) / 1e6
         what = f"peak memory beyond the state, {'raw' if compression == 'none' else compression}"
-        yield Line(what, bound, most / 1e6, unit="MB", at_most=True)
+        yield figures.Line(what, bound, most / 1e6, unit="MB", at_most=True)
 
 
 # Slices
 
 
-def slices(store: Server, options: argparse.Namespace) -> Samples:
+def slices(store: Server, options: argparse.Namespace) -> figures.Samples:
     """Return the bytes that a slice moves, opening included, and those of its blocks, for slices of several sizes."""
     rows = torch.arange(64 * 1024**2, dtype=torch.float32).reshape(-1, 4096)  # 256 MiB
     tensorkeep.save({"w": rows}, f"s3://{BUCKET}/slices")
     per_block = BLOCK_BYTES // (4 * rows.shape[1])
-    samples: Samples = {"moved": [], "blocks": []}
+    samples: figures.Samples = {"moved": [], "blocks": []}
     with link_to(store.port, float("inf")) as link:
         use(link.url)
         for blocks in (1, 2, 4):
@@ -224,15 +212,17 @@ def slices(store: Server, options: argparse.Namespace) -> Samples:
     return samples
 
 
-def slice_lines(samples: Samples) -> Iterator[Line]:
+def slice_lines(samples: figures.Samples) -> Iterator[figures.Line]:
     """Return moved bytes against those of the blocks."""
-    yield Line("bytes moved by a slice / bytes of its blocks", 1.2, *ratios(samples, "moved", "blocks"), at_most=True)
+    yield figures.ratio_line(
+        "bytes moved by a slice / bytes of its blocks", 1.2, samples, "moved", "blocks", at_most=True
+    )
 
 
 # Training beside an upload
 
 
-def training(store: Server, options: argparse.Namespace) -> Samples:
+def training(store: Server, options: argparse.Namespace) -> figures.Samples:
     """Return the median seconds of a training step: alone, and beside saves to the disk, to the store and elsewhere.
 
     ``tier`` is a save to the disk and the upload behind it.
@@ -241,8 +231,10 @@ def training(store: Server, options: argparse.Namespace) -> Samples:
     """
     torch.set_num_threads(1)
     state = build(spec_of_size(options.size), seed=SEED)
-    step = training_step(batch=128)
-    samples: Samples = {name: [] for name in ("alone", "local", "upload", "tier", "elsewhere", "upload seconds")}
+    step = figures.training_step(batch=128)
+    samples: figures.Samples = {
+        name: [] for name in ("alone", "local", "upload", "tier", "elsewhere", "upload seconds")
+    }
     draw = random.Random(SEED)
     with link_to(store.port, LINK_RATE) as link, _uploads_elsewhere(link.url, options.size) as elsewhere:
         use(link.url)
@@ -259,7 +251,7 @@ def training(store: Server, options: argparse.Namespace) -> Samples:
 
         managers = {"local": local, "upload": remote, "tier": tiered}
         arms = {
-            "alone": lambda number: for_seconds(2.0),
+            "alone": lambda number: figures.for_seconds(2.0),
             **{name: save_by(each) for name, each in managers.items()},
             "elsewhere": elsewhere,
         }
@@ -267,7 +259,7 @@ def training(store: Server, options: argparse.Namespace) -> Samples:
             for name in draw.sample([*arms], len(arms)):
                 busy = arms[name](number)
                 begin = time.perf_counter()
-                median = median_step(step, busy)
+                median = figures.median_step(step, busy)
                 if number:
                     samples[name].append(median)
                     if name == "upload":
@@ -297,7 +289,7 @@ for _ in sys.stdin:
 def _uploads_elsewhere(url: str, size: int) -> Iterator[Callable[[int], Callable[[], bool]]]:
     """Run a process in which obstore uploads as many bytes; yield a function that begins an upload."""
     words = [url, BUCKET, str(size), str(PART_BYTES), str(PARTS_AT_ONCE)]
-    worker = Worker(sys.executable, "-c", _ELSEWHERE, *words)
+    worker = figures.Worker(sys.executable, "-c", _ELSEWHERE, *words)
     worker.answer()
     with ThreadPoolExecutor(1) as reader:
 
@@ -310,7 +302,7 @@ def _uploads_elsewhere(url: str, size: int) -> Iterator[Callable[[int], Callable
     worker.close()
 
 
-def training_lines(samples: Samples) -> Iterator[Line]:
+def training_lines(samples: figures.Samples) -> Iterator[figures.Line]:
     """Return ratios of the medians of steps."""
     what = {
         "local": "a local save",
@@ -319,10 +311,10 @@ def training_lines(samples: Samples) -> Iterator[Line]:
         "elsewhere": "an upload by obstore in another process",
     }
     for name in ("upload", "tier"):
-        ratio = ratios(samples, name, "local")
-        yield Line(f"training step beside {what[name]} / beside a local save", 1.05, *ratio, at_most=True)
+        ratio = figures.ratios(samples, name, "local")
+        yield figures.Line(f"training step beside {what[name]} / beside a local save", 1.05, *ratio, at_most=True)
     for name, words in what.items():
-        yield Line(f"training step beside {words} / alone", None, *ratios(samples, name, "alone"))
+        yield figures.ratio_line(f"training step beside {words} / alone", None, samples, name, "alone")
 
 
 def served(part: Callable[[Server, argparse.Namespace], Any]) -> Callable[[Path, argparse.Namespace], Any]:
@@ -335,7 +327,7 @@ def served(part: Callable[[Server, argparse.Namespace], Any]) -> Callable[[Path,
     return measure
 
 
-PARTS: dict[str, Part] = {
+PARTS: dict[str, figures.Part] = {
     "transfers": (served(transfers), transfer_lines),
     "memory": (served(memory), memory_lines),
     "slices": (served(slices), slice_lines),

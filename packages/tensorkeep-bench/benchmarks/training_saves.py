@@ -25,21 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
+import figures
 import tensorkeep
-from figures import (
-    Line,
-    Part,
-    Samples,
-    Worker,
-    for_seconds,
-    median_line,
-    median_step,
-    parser_of,
-    ratios,
-    run_parts,
-    seconds_of,
-    training_step,
-)
 from tensorkeep.units import parse_bytes
 from tensorkeep_bench.checkpoint.files import make_cold, warm
 from tensorkeep_bench.checkpoint.models import build, spec_of_size
@@ -48,14 +35,14 @@ SEED = 20_241_121
 
 
 def main() -> int:
-    parser = parser_of(__doc__, rounds=7, folder="a folder on the disk to measure", size="2GB", parts=PARTS)
-    return run_parts("training_saves.py", PARTS, parser.parse_args())
+    parser = figures.parser_of(__doc__, rounds=7, folder="a folder on the disk to measure", size="2GB", parts=PARTS)
+    return figures.run_parts("training_saves.py", PARTS, parser.parse_args())
 
 
 # How long the loop is blocked
 
 
-def stall(folder: Path, options: argparse.Namespace) -> Samples:
+def stall(folder: Path, options: argparse.Namespace) -> figures.Samples:
     """Return seconds by kind and round; the first round only makes memory warm."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -64,15 +51,15 @@ def stall(folder: Path, options: argparse.Namespace) -> Samples:
     target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     # The second keeps its memory from save to save, as Tensorkeep does; its other options need a GPU.
     stagers = {"dcp": None, "dcp, kept memory": DefaultStager(StagingOptions(False, False, False, False))}
-    samples: Samples = {name: [] for name in ("copy", "one thread", "tensorkeep", *stagers)}
+    samples: figures.Samples = {name: [] for name in ("copy", "one thread", "tensorkeep", *stagers)}
     manager = tensorkeep.CheckpointManager(folder / "run", keep_last=1)
 
     def plain() -> float:
-        return seconds_of(lambda: [target[name].copy_(tensor) for name, tensor in state.items()])
+        return figures.seconds_of(lambda: [target[name].copy_(tensor) for name, tensor in state.items()])
 
     def one_thread() -> float:
         pairs = [(target[n].view(torch.int16).numpy(), t.view(torch.int16).numpy()) for n, t in state.items()]
-        return seconds_of(lambda: [np.copyto(*pair) for pair in pairs])
+        return figures.seconds_of(lambda: [np.copyto(*pair) for pair in pairs])
 
     def ours(number: int) -> float:
         begin = time.perf_counter()
@@ -102,34 +89,34 @@ def stall(folder: Path, options: argparse.Namespace) -> Samples:
     return samples
 
 
-def stall_lines(samples: Samples) -> Iterator[Line]:
-    yield Line("stall / plain copy", 1.3, *ratios(samples, "tensorkeep", "copy"), at_most=True)
-    yield Line("stall / DCP async_save", 0.7, *ratios(samples, "tensorkeep", "dcp"), at_most=True)
+def stall_lines(samples: figures.Samples) -> Iterator[figures.Line]:
+    yield figures.ratio_line("stall / plain copy", 1.3, samples, "tensorkeep", "copy", at_most=True)
+    yield figures.ratio_line("stall / DCP async_save", 0.7, samples, "tensorkeep", "dcp", at_most=True)
 
 
 # How much slower steps are
 
 
-def slowdown(folder: Path, options: argparse.Namespace) -> Samples:
+def slowdown(folder: Path, options: argparse.Namespace) -> figures.Samples:
     """Return the median seconds of a training step, alone, beside our save, and beside another process's save."""
     state = build(spec_of_size(options.size), seed=SEED)
     source = folder / "source"
     tensorkeep.save(state, source)
-    step = training_step()
+    step = figures.training_step()
     manager = tensorkeep.CheckpointManager(folder / "run", keep_last=1)
     manager.save(0, state).wait()
-    other = Worker(sys.executable, "-c", _OUTSIDE, str(source), str(folder / "outside"))
+    other = figures.Worker(sys.executable, "-c", _OUTSIDE, str(source), str(folder / "outside"))
     other.answer()
-    samples: Samples = {"alone": [], "inside": [], "outside": [], "save": []}
+    samples: figures.Samples = {"alone": [], "inside": [], "outside": [], "save": []}
     for number in range(1, options.rounds + 1):
-        samples["alone"].append(median_step(step, for_seconds(1.0)))
+        samples["alone"].append(figures.median_step(step, figures.for_seconds(1.0)))
         pending = manager.save(number, state)
-        samples["inside"].append(median_step(step, lambda pending=pending: not pending.done()))
+        samples["inside"].append(figures.median_step(step, lambda pending=pending: not pending.done()))
         samples["save"].append(pending.wait().durable_seconds)
         other.send()
         reader = threading.Thread(target=other.answer)
         reader.start()
-        samples["outside"].append(median_step(step, reader.is_alive))
+        samples["outside"].append(figures.median_step(step, reader.is_alive))
     other.close()
     manager.close()
     return samples
@@ -147,20 +134,20 @@ for number, _ in enumerate(sys.stdin, start=1):
 """
 
 
-def slowdown_lines(samples: Samples) -> Iterator[Line]:
+def slowdown_lines(samples: figures.Samples) -> Iterator[figures.Line]:
     what = "training step beside our save / beside another process's"
-    yield Line(what, 1.15, *ratios(samples, "inside", "outside"), at_most=True)
+    yield figures.ratio_line(what, 1.15, samples, "inside", "outside", at_most=True)
 
 
 # Incremental
 
 
-def incremental(folder: Path, options: argparse.Namespace) -> Samples:
+def incremental(folder: Path, options: argparse.Namespace) -> figures.Samples:
     """Return bytes and durable seconds of full saves and of those with 5% of the tensors changed."""
     state = build(spec_of_size(options.size), seed=SEED)
     pieces = {f"{name}.{k}": part for name, t in state.items() for k, part in enumerate(t.split(max(1, len(t) // 4)))}
     names = sorted(pieces)
-    samples: Samples = {"full bytes": [], "bytes": [], "full": [], "seconds": []}
+    samples: figures.Samples = {"full bytes": [], "bytes": [], "full": [], "seconds": []}
     draw = np.random.default_rng(SEED)
     for number in range(options.rounds + 1):
         report = tensorkeep.save(pieces, folder / "full", incremental=True)
@@ -181,9 +168,11 @@ def incremental(folder: Path, options: argparse.Namespace) -> Samples:
     return samples
 
 
-def incremental_lines(samples: Samples) -> Iterator[Line]:
-    yield Line("incremental, 5% changed: bytes / full", 0.06, *ratios(samples, "bytes", "full bytes"), at_most=True)
-    yield Line("incremental, 5% changed: durable / full", 0.25, *ratios(samples, "seconds", "full"), at_most=True)
+def incremental_lines(samples: figures.Samples) -> Iterator[figures.Line]:
+    yield figures.ratio_line(
+        "incremental, 5% changed: bytes / full", 0.06, samples, "bytes", "full bytes", at_most=True
+    )
+    yield figures.ratio_line("incremental, 5% changed: durable / full", 0.25, samples, "seconds", "full", at_most=True)
 
 
 # Differences
@@ -283,41 +272,41 @@ _LONGEST = 7
 _COPIES = 20
 
 
-def _restore(folder: Path, first: dict[str, Any], last: dict[str, Any], rounds: int) -> Samples:
+def _restore(folder: Path, first: dict[str, Any], last: dict[str, Any], rounds: int) -> figures.Samples:
     """Return the seconds of filling a large state from differences, and from whole blocks."""
     first, last = ({str(k): copy.deepcopy(state) for k in range(_COPIES)} for state in (first, last))
     tensorkeep.save(first, folder / "first", compression="lossless", incremental=True)
     tensorkeep.save(last, folder / "chain", compression="lossless", base=folder / "first", delta=True)
     tensorkeep.save(last, folder / "whole", compression="lossless")
-    samples: Samples = {}
+    samples: figures.Samples = {}
     for _ in range(rounds):
         for kind in ("warm", "cold"):
             for name in ("whole", "chain"):
                 path = folder / name
                 (warm if kind == "warm" else make_cold)(path)
-                seconds = seconds_of(lambda path=path: tensorkeep.load(path, into=first))
+                seconds = figures.seconds_of(lambda path=path: tensorkeep.load(path, into=first))
                 samples.setdefault(f"load {name}, {kind}", []).append(seconds)
     return samples
 
 
-def delta_lines(samples: dict[str, Any]) -> Iterator[Line]:
+def delta_lines(samples: dict[str, Any]) -> Iterator[figures.Line]:
     bounds = {"bf16 weights": 0.37, "fp32 weights": 0.70, "second moments": 0.73}
     for name, bound in bounds.items():
-        yield median_line(f"{name}, 10 steps apart: stored / raw", bound, samples[name], at_most=True)
+        yield figures.median_line(f"{name}, 10 steps apart: stored / raw", bound, samples[name], at_most=True)
     for name in _PARTS:
         # Those that are differences: whole ones come at least every eighth time.
         found = [share for share, deep in zip(samples[f"{name}, in a chain"], samples["deepest"], strict=True) if deep]
-        yield median_line(f"{name}, 10 to 70 steps apart: stored / raw", None, found, at_most=True)
+        yield figures.median_line(f"{name}, 10 to 70 steps apart: stored / raw", None, found, at_most=True)
     worst = max(
         share / alone
         for name in _PARTS
         for shares in (samples[f"{name}, in a chain"], [0.0, *samples[name]])
         for share, alone in zip(shares, samples[f"{name}, planes alone"], strict=True)
     )
-    yield Line("differences / planes alone, at worst", 1.0, worst, at_most=True)
+    yield figures.Line("differences / planes alone, at worst", 1.0, worst, at_most=True)
     for kind in ("warm", "cold"):
-        found = ratios(samples, f"load chain, {kind}", f"load whole, {kind}")
-        yield Line(f"load of differences / of whole blocks, {kind}", 2.0, *found, at_most=True)
+        found = figures.ratios(samples, f"load chain, {kind}", f"load whole, {kind}")
+        yield figures.Line(f"load of differences / of whole blocks, {kind}", 2.0, *found, at_most=True)
 
 
 # Memory
@@ -364,13 +353,15 @@ def memory(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, int
     return found
 
 
-def memory_lines(samples: dict[str, dict[str, int]]) -> Iterator[Line]:
+def memory_lines(samples: dict[str, dict[str, int]]) -> Iterator[figures.Line]:
     for size, found in samples.items():
         most = max(found.values()) / 1024**2
-        yield Line(f"most memory besides a state of {size}, budget 512 MiB", 512 + 64, most, unit="MiB", at_most=True)
+        yield figures.Line(
+            f"most memory besides a state of {size}, budget 512 MiB", 512 + 64, most, unit="MiB", at_most=True
+        )
 
 
-PARTS: dict[str, Part] = {
+PARTS: dict[str, figures.Part] = {
     "stall": (stall, stall_lines),
     "slowdown": (slowdown, slowdown_lines),
     "incremental": (incremental, incremental_lines),
