@@ -22,8 +22,9 @@ import pytest
 
 CONTEXT = get_context("forkserver")
 ROOT = Path(__file__).parents[1]
-# Where the modules that test files import are found: as `pythonpath` in pyproject.toml.
-PYTHONPATH = os.pathsep.join(map(str, [ROOT / "tests", *sorted(ROOT.glob("packages/*/tests"))]))
+# Where modules are found: those of tests as by `pythonpath` in pyproject.toml, and the packages of this checkout.
+PATHS = [ROOT / "tests", *sorted(ROOT.glob("packages/*/tests")), *sorted(ROOT.glob("packages/*/src"))]
+PYTHONPATH = os.pathsep.join(map(str, PATHS))
 
 
 def start_server() -> None:
