@@ -159,13 +159,12 @@ class Mlflow(Tracker):
         tags = {"tensorkeep.run": self._folder.record().identity}
         tags |= {"tensorkeep.names": json.dumps(changed)} if changed else {}
         run_id: str = client.create_run(experiment_id, run_name=self._folder.path.name, tags=tags).info.run_id
-        self._send(run_id, params=[param(names[name], str(value)) for name, value in values.items()])
+        self._send(run_id, "params", [param(names[name], str(value)) for name, value in values.items()])
         return run_id
 
-    def _send(self, run_id: str, **values: list[Any]) -> None:
-        for name, each in values.items():
-            for begin in range(0, len(each), _LARGEST_BATCH):
-                self._client.log_batch(run_id, **{name: each[begin : begin + _LARGEST_BATCH]})
+    def _send(self, run_id: str, kind: str, values: list[Any]) -> None:
+        for begin in range(0, len(values), _LARGEST_BATCH):
+            self._client.log_batch(run_id, **{kind: values[begin : begin + _LARGEST_BATCH]})
 
     def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
         metric, milliseconds = self._package.entities.Metric, int(time.time() * 1000)
@@ -175,7 +174,7 @@ class Mlflow(Tracker):
             self._send_waiting()
 
     def _send_waiting(self) -> None:
-        self._send(self._run_id, metrics=self._waiting)
+        self._send(self._run_id, "metrics", self._waiting)
         self._waiting.clear()
         self._sent = self._now()
 

@@ -132,8 +132,8 @@ def segments_after(record: RunRecord, config: Config, step: int, folder: RunFold
     before = kept[-1].config if kept else record.config
     # The device and the threads belong to one resume, and not to the segment.
     parallel = {f"{TECHNIQUES}{name}": before.techniques.get(name, "off") for name in PARALLEL_TECHNIQUES}
-    kept_settings = {name: before.setting(name) for name in _OF_ONE_RESUME if not name.startswith(TECHNIQUES)}
-    after = config.changed(kept_settings | parallel)
+    of_one_resume = {name: before.setting(name) for name in _OF_ONE_RESUME if not name.startswith(TECHNIQUES)}
+    after = config.changed(of_one_resume | parallel)
     settings = segment_settings(before, after, folder)
     check_steps(config, step, folder)
     return [*kept, Segment(step=step, time=now(), settings=settings, config=after)] if settings else kept
