@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 import msgspec
@@ -265,13 +266,8 @@ def _make_state(directory: Path, nbytes: int, source: Path | None) -> tuple[str,
 def _affordable_bytes(directory: Path, path: Path, seconds: float) -> int:
     # A slow disk would otherwise spend the whole time on one round.
     state = _make_state(directory, FEWEST_BYTES, None)[1]
-    settings = _vary_writing(Setting.default())
-    for setting in settings:  # A warm-up, as in `_measure`.
-        _save(state, path, setting)
-    begin = time.perf_counter()
-    for setting in settings:
-        _save(state, path, setting)
-    seconds_per_save = (time.perf_counter() - begin) / len(settings)
+    one_round = _measure(state, path, _vary_writing(Setting.default()), until=0.0, progress=None)
+    seconds_per_save = fmean(cell.seconds or 0.0 for cell in one_round.cells)
     most = max(len(vary(Setting.default())) for vary in (_vary_writing, _vary_threads))
     saves = most * (FEWEST_ROUNDS + 1)
     return max(FEWEST_BYTES, int(FEWEST_BYTES * seconds / (seconds_per_save * saves * _MARGIN)))
