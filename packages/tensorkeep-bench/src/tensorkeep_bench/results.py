@@ -21,6 +21,7 @@ from tensorkeep.ext.storage import replace_file
 # ``docs/reference/results.md`` explains every field. Times of day are UTC in ISO 8601, sizes are bytes.
 KIND = "tensorkeep-results"
 SCHEMA = 1
+# A cell that fails a gate did something else than it should: it loaded other values, or its technique was not active.
 Status = Literal["ok", "planned", "gate", "failed", "timeout", "memory", "disk", "not-run"]
 Role = Literal["baseline", "control", "arm"]
 # The verdicts on an arm that was compared with the baseline often enough, on a state that is large enough.

@@ -109,6 +109,7 @@ def generate(
         # Pieces end at characters, which may consist of several tokens.
         pieces = tokenizer.decode_stream(prompt_and_new())
         for piece in pieces:
+            # The count rises while `pieces` advances: this piece contains the first new token.
             if count:
                 yield from until_stop(chain([piece], pieces), options.stop or ())
                 return

@@ -111,9 +111,9 @@ class Muon(torch.optim.Muon):
             for chosen in _batches(parameters):
                 self._update_shards(group, *(_chosen(each, chosen) for each in (parameters, directions, variances)))
         else:
-            self._add(group, parameters, list(directions), variances)
+            self._apply_updates(group, parameters, list(directions), variances)
 
-    def _add(
+    def _apply_updates(
         self, group: dict[str, Any], parameters: list[Tensor], directions: list[Tensor], variances: list[Tensor]
     ) -> None:
         """Subtract the orthogonalised directions, times the learning rate, from the parameters."""
@@ -146,8 +146,9 @@ class Muon(torch.optim.Muon):
             ).full_tensor()
             for each, own in zip(parameters, directions, strict=True)
         ]
+        # The update of zeros is the change itself.
         changes = [torch.zeros_like(each) for each in full]
-        self._add(group, changes, full, variances)
+        self._apply_updates(group, changes, full, variances)
         for each, change in zip(parameters, changes, strict=True):
             # Every rank has the whole change, so nothing is sent.
             placed = distribute_tensor(change, each.device_mesh, each.placements, src_data_rank=None)

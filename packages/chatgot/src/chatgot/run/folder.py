@@ -34,7 +34,7 @@ LOG = "log.jsonl"
 DATA = "data"
 # The metric that is saved with a checkpoint, and chooses the best one.
 METRIC = "validation_loss"
-# The number of the first checkpoint of a run that has no record yet.
+# The file with the number of the first checkpoint of a run that has no record yet.
 _STARTING = "starting"
 
 

@@ -73,6 +73,8 @@ def observe_gradient_norms(run: OpenRun) -> None:
     clip = run.operations.clip
 
     def observed_clip() -> Tensor:
+        # Afterwards, because `clip` makes the gradients final: it unscales them and adds shards. `_scaled` undoes the
+        # clipping.
         norm = clip()
         step = run.progress.step
         is_logged = step % run.config.log.every == 0 or step == run.config.loop.steps
@@ -83,7 +85,7 @@ def observe_gradient_norms(run: OpenRun) -> None:
 
 
 def _layer_norms(run: OpenRun) -> dict[str, float]:
-    """Return the norms of the clipped gradients by layer; a collective."""
+    """Return the norms of the gradients as they are now, by layer; a collective."""
     squares: dict[str, list[Tensor]] = defaultdict(list)
     for name, parameter in run.model.named_parameters():
         if parameter.grad is not None:

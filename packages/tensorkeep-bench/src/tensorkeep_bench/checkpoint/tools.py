@@ -28,6 +28,7 @@ from tensorkeep_bench.workload import convert
 Threads = Annotated[int, msgspec.Meta(ge=1, le=256)]
 
 
+# A new tool is a subclass, an entry in `_KINDS`, and an arm of an experiment.
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="tool"):
     """One way to save and load a state."""
 

@@ -1,4 +1,7 @@
-"""The plots of a report: bars, gains with intervals, trade-offs, and the figures of designs."""
+"""The plots of a report: bars, gains with intervals, trade-offs, and the figures of designs.
+
+The bars at the top of its page are in `html.py`.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

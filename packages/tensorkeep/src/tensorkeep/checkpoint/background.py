@@ -409,7 +409,7 @@ class SaveQueue:
 
     def one_at_a_time(self) -> AbstractContextManager[object]:
         """Other threads wait until the context ends. Raises UsageError if this thread is saving already."""
-        # A reentrant lock would let a signal handler in, and change the queue in the middle of an operation.
+        # A signal handler runs in this thread, and an RLock would let it in again, in the middle of an operation.
         if self._adding._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks it
             text = "save() was called while this thread is in save(), probably by a signal handler"
             raise UsageError(text, remedy="let the handler note the signal, and save after the step: see OnSignal")
@@ -421,6 +421,7 @@ class SaveQueue:
 
     def add(self, prepare: Prepare) -> SaveJob:
         """Start a save, or queue it; when this returns, its state may change."""
+        # With one memory, the caller has waited: see `wait_for_place`.
         running = self._running
         # A queued save has the other memory. It is replaced only after the new one is known to be valid.
         memory = next(each for each in self._memories if not running or each is not running.memory)

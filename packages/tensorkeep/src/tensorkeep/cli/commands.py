@@ -212,11 +212,12 @@ def add_commands(app: App, commands: Mapping[str, Command]) -> None:
 
 
 def _not_installed(name: str, command: Command) -> Callable[..., NoReturn]:
+    missing = f"tensorkeep {name} is a command of {command.package}, which is not installed"
+
     # It takes any arguments, because the options of the command are not known.
     def refuse(*_: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]) -> NoReturn:
         raise MissingExtraError(missing, remedy=installation_of(command.package))
 
-    missing = f"tensorkeep {name} is a command of {command.package}, which is not installed"
     # Its `--help` shows the docstring.
     refuse.__doc__ = f"{command.marked_summary}\n\n{missing}; {installation_of(command.package)}"
     return refuse

@@ -118,7 +118,7 @@ def _add_value(found: RankState, key: str, value: Any, path: KeyPath) -> None:
             found.pieces.append(TensorShard.of_leaf(leaf))
 
 
-def merge_rank_states(metadata: Metadata, ranks: Sequence[RankState]) -> Flat[FullTensor]:
+def merge_plan_states(metadata: Metadata, ranks: Sequence[RankState]) -> Flat[FullTensor]:
     """Merge the states of all ranks; RanksDisagreeError if ranks have different dtypes of a tensor."""
     entries = metadata.state_dict_metadata
     paths = {key: path for key, path in _paths(metadata.planner_data, entries).items() if key in entries}
@@ -373,7 +373,7 @@ class DcpWriter(StorageWriter):
         assert begun is not None
         ranks: list[RankResult] = [result.storage_data for each in results for result in each]
         try:
-            flat = merge_rank_states(metadata, [rank.description for rank in ranks])
+            flat = merge_plan_states(metadata, [rank.description for rank in ranks])
             root = plan_root(flat, self._request.write, save=begun.name, ranks=len(ranks))
             write_root(begun.commit.path, root, [rank.report for rank in ranks])
             begun.commit.publish()

@@ -552,6 +552,8 @@ class OpenSettings:
     allow: frozenset[str] = frozenset()
 
 
+# A third party adds a format with one file: a `Format` and a `Reader`, imported from `tensorkeep.ext.formats`; an entry
+# point in the group `tensorkeep.formats`; and a subclass of `tensorkeep.testing.format_suite.FormatSuite`.
 class Format(ABC):
     """How a checkpoint is laid out on disk.
 

@@ -218,9 +218,9 @@ def _unusable(bucket: str, text: str) -> StoreError:
 
 # Requests.
 
-# A request is repeated for so long; ``TENSORKEEP_STORE_TIMEOUT`` replaces it.
+# A request is repeated until these seconds are over, or obstore has tried it so often, whichever comes first.
+# ``TENSORKEEP_STORE_TIMEOUT`` replaces the seconds. `_repeated` continues after a lost answer only.
 GIVE_UP_SECONDS = 60.0
-# obstore repeats a request at most so often; see `_repeated`.
 MOST_RETRIES = 10
 # Requests for a few bytes each that are made at once: they wait for answers, not for the network.
 SMALL_REQUESTS = 32

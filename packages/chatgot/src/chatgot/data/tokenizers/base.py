@@ -47,7 +47,8 @@ class TokenizerFactory:
         """Return the factory of a tokenizer that exists."""
 
         def check(corpus: Documents, documents: bool) -> Tokenizer:
-            # Without a first pass over the corpus, encoding finds a character that is not in the vocabulary.
+            # In the first pass, if there is one. Otherwise `corpus` is empty, and encoding the data meets a character
+            # that is not in the vocabulary.
             for text in () if tokenizer.encodes_any_text else chain.from_iterable(corpus):
                 tokenizer.encode(text)
             return tokenizer
