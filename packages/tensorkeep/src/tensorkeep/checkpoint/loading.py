@@ -140,8 +140,9 @@ def _load_new(reader: Reader, request: LoadRequest, threads: int, pool: BufferPo
 
 
 def _check_request(request: LoadRequest) -> None:
-    given = {name: getattr(request, name) not in (None, False) for name in ("mmap", "device", "dtype")}
-    given["into"] = request.into is not None
+    # By identity: device 0 is equal to False, and numpy's float64 to None.
+    given: dict[str, bool] = {name: getattr(request, name) is not None for name in ("into", "device", "dtype")}
+    given["mmap"] = request.mmap
     if not request.strict and not given["into"]:
         raise UsageError("strict=False needs `into`", remedy="give the state to load into, or `select` tensors")
     for one, other, remedy in (

@@ -210,6 +210,10 @@ def test_views_are_loaded_into_memory_of_their_own(tmp_path: Path) -> None:
         ({"dtype": "bfloat61"}, "did you mean 'bfloat16'"),
         ({"dtype": torch.int8}, "'int8' is not a floating point dtype of torch"),
         ({"dtype": torch.float16, "into": {}}, "`into` and `dtype` exclude each other"),
+        # Numbers and numpy's dtypes are given, too, although 0 is equal to False, and numpy's float64 to None.
+        ({"device": 0, "into": {}}, "`into` and `device` exclude each other"),
+        ({"dtype": np.dtype("float64"), "into": {}}, "`into` and `dtype` exclude each other"),
+        ({"dtype": np.dtype("float64"), "mmap": True}, "`mmap` and `dtype` exclude each other"),
     ]
     + ([] if torch.cuda.is_available() else [({"device": "cuda"}, "cannot be allocated on device 'cuda'")]),
     ids=str,
