@@ -52,6 +52,11 @@ class Mode(enum.Flag):
     WRITE = 2
 
 
+@register
+class Ejecting(enum.Flag, boundary=enum.EJECT):
+    READ = 1
+
+
 Loose = namedtuple("Loose", ["a", "b"])
 
 NAN = struct.unpack("<d", struct.pack("<Q", 0xFFF0_0000_0000_BEEF))[0]
@@ -318,6 +323,7 @@ def test_changed_classes_are_refused_and_others_do_not_register() -> None:
         ("enum", "Pair", "RED"),
         ("enum", "Color", "GREEN"),
         ("enum", "Mode", 64),
+        ("enum", "Ejecting", 64),
     ):
         node = {tag: [f"{__name__}:{name}", content]}
         leaf_specs(node)

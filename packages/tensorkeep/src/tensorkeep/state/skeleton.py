@@ -357,8 +357,8 @@ class SkeletonReader:
             raise UnsupportedError(f"{name} is no longer an enum", remedy=_AS_SAVED)
         try:
             found = cls[key] if isinstance(key, str) else cls(key)
-            # Python 3.11.2 drops unknown bits of a flag instead of raising.
-            if found.value == key or isinstance(key, str):
+            # Instead of raising, Python 3.11.2 drops unknown bits of a flag, and a flag that ejects them is an int.
+            if isinstance(key, str) or (isinstance(found, cls) and found.value == key):
                 return found
         except (KeyError, ValueError):
             pass
