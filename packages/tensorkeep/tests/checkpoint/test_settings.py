@@ -127,6 +127,18 @@ def test_a_mistake_is_an_error_that_names_the_file(tmp_path: Path, text: str, ex
     assert not (tmp_path / "a").exists()
 
 
+def test_the_file_of_a_command_may_be_a_pipe_or_empty_device() -> None:
+    reads, writes = os.pipe()
+    os.write(writes, b"[verify]\nthreads = 1\n")
+    os.close(writes)
+    assert options.named_tables(Path(f"/dev/fd/{reads}")) == {"verify": {"threads": 1}}
+    os.close(reads)
+    assert options.named_tables(Path(os.devnull)) == {}
+    for path in ("/", "/dev/zero", "/none.toml"):
+        with case(path), pytest.raises(tensorkeep.UsageError, match=r"directory|larger"):
+            options.named_tables(Path(path))
+
+
 def test_anything_but_a_small_text_file_is_refused_and_no_file_stays_open(tmp_path: Path) -> None:
     path = tmp_path / "tensorkeep.toml"
     path.symlink_to("absent")

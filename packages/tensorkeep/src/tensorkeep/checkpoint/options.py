@@ -142,25 +142,28 @@ def read_settings(settings: SettingsSource | None) -> SaveTable:
     if isinstance(settings, Mapping):
         return parse({TABLE: dict(settings)}, None)
     path = Path(checked_path(settings))
-    return parse(_read_toml(path), path)
-
-
-def named_tables(path: Path) -> dict[str, Any]:
-    """The tables of a file that the user of a command has named. Raises UsageError, also if it cannot be read."""
-    try:
-        return _read_toml(path)
-    except StoreError as error:
-        raise UsageError(error.message, path=path) from error
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    """Raises UsageError if the file is not TOML; StoreError if it cannot be read."""
     # One byte more than allowed shows that the file is too large.
     content = first_bytes(path, _MOST_BYTES + 1)
     if content is None:
         with store_errors(path, "read the settings"):
             path.stat()
         raise UsageError("is not a regular file", path=path, remedy="give the path of a settings file")
+    return parse(_tables_of(content, path), path)
+
+
+def named_tables(path: Path) -> dict[str, Any]:
+    """The tables of a file that the user of a command has named. Raises UsageError, also if it cannot be read."""
+    try:
+        # Also a pipe, as shells make them for ``<(...)``, and /dev/null, which overrides a file of the environment.
+        with store_errors(path, "read the settings"), path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+    except StoreError as error:
+        raise UsageError(error.message, path=path) from error
+    return _tables_of(content, path)
+
+
+def _tables_of(content: bytes, path: Path) -> dict[str, Any]:
+    """Raises UsageError if the content is not TOML."""
     if len(content) > _MOST_BYTES:
         raise UsageError(f"is larger than {format_bytes(_MOST_BYTES)}", path=path, remedy="check the file")
     try:
