@@ -205,3 +205,27 @@ def test_importing_the_format_imports_neither_tensorstore_nor_zarr() -> None:
     code = "import sys, tensorkeep_formats.tensorstore; print({'tensorstore', 'zarr'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
+
+
+def test_what_lies_beside_the_arrays_is_not_looked_at(tmp_path: Path) -> None:
+    for name in ("tensorstore", "t5x"):
+        path = tmp_path / name
+        tensorkeep.save({"w": torch.ones(4)}, path, format=name)
+        (path / "link").symlink_to(tmp_path)
+        os.mkfifo(path / "pipe")
+        (path / "other").mkdir()
+        (path / "other" / "zarr.json").write_bytes(b" " * (16 * 1024**2 + 1))
+        with case(name):
+            assert tensorkeep.load(path)["w"].tolist() == [1] * 4
+
+
+def test_arrays_of_a_directory_come_in_the_order_of_its_folders(tmp_path: Path) -> None:
+    for key in ("w", "w-x", "w.y", "v/w"):
+        write_array(tmp_path / "c" / key, np.ones(4, "f4"))
+    (tmp_path / "c" / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
+    # TensorStore has no such keys, and they need not be read.
+    for key in (b"g.__lock", b"\xff"):
+        os.mkdir(os.fsencode(tmp_path / "c") + b"/" + key)
+        Path(os.fsdecode(os.fsencode(tmp_path / "c") + b"/" + key), "zarr.json").write_text('{"node_type": "group"}')
+    os.mkfifo(tmp_path / "c" / "pipe")
+    assert [*tensorkeep.load(tmp_path / "c")] == ["v.w", "w", "w-x", "w.y"]

@@ -3,7 +3,7 @@
 import os
 import re
 import stat
-from collections import Counter
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +33,8 @@ from tensorkeep.ext.storage import (
 
 MAX_METADATA_BYTES = 16 * 1024**2
 METADATA_FILE = {2: ".zarray", 3: "zarr.json"}
+# The first character after the slash: the sorted names below a folder end before it.
+_AFTER_SLASH = chr(ord("/") + 1)
 
 
 def kvstore_spec(url: StorePath, prefix: str) -> dict[str, Any]:
@@ -144,39 +146,33 @@ class ArrayDirectory:
         return cls(directory.path, root, kvstore)
 
     @cached_property
-    def _listed(self) -> tuple[dict[str, int], list[str]]:
-        files: dict[str, int] = {}
-        broken: list[str] = []
-        if not isinstance(self.path, StorePath):
-            files, _, broken = list_tree(self.root, self.path)
-        elif self.path.has_listing:
-            start = len(self.path.key) + 1 if self.path.key else 0
-            files = {status.key[start:]: status.size for status in store_requests.objects(self.path)}
-        for name, size in files.items():
+    def _objects(self) -> tuple[dict[str, int], list[str]]:
+        # The sizes of the objects of a store by relative name, and the sorted names; a web server lists none.
+        if not (isinstance(self.path, StorePath) and self.path.has_listing):
+            return {}, []
+        start = len(self.path.key) + 1 if self.path.key else 0
+        sizes = {status.key[start:]: status.size for status in store_requests.objects(self.path)}
+        for name, size in sizes.items():
             if name.rpartition("/")[2] in METADATA_FILE.values():
                 check_metadata_size(size, self.path / name)
-        return dict(sorted(files.items())), broken
+        return sizes, sorted(sizes)
 
-    @cached_property
-    def _sizes(self) -> Counter[str]:
-        found: Counter[str] = Counter()
-        for name, size in self.files.items():
-            while name:
-                name = name.rpartition("/")[0]
-                found[name] += size
-        return found
-
-    @property
-    def files(self) -> dict[str, int]:
-        """The sizes of all files below, by relative name; empty for a web server, which lists none."""
-        return self._listed[0]
+    def files_of(self, key: str) -> list[tuple[str, int]]:
+        """Return names, relative to the array, and sizes of its files; none if it is missing or in a web server."""
+        if self.in_store:
+            sizes, names = self._objects
+            # Sorted names: an array of a large store is found without a look at all objects.
+            first, last = (bisect_left(names, key + end) for end in ("/", _AFTER_SLASH)) if key else (0, len(names))
+            return [(name[len(key) + 1 if key else 0 :], sizes[name]) for name in names[first:last]]
+        top = self.root + key
+        # The checkpoint itself may be reached through a link, an array may not.
+        if key and os.path.islink(top):
+            raise link_error(self.path / key)
+        return [*list_tree(top, self.path / key)[0].items()] if os.path.isdir(top) else []
 
     def stored_bytes(self, key: str) -> int:
-        """Return the bytes of all files of an array, 0 if it is missing; UnsupportedError if one is a broken link."""
-        for name in self._listed[1]:
-            if not key or name.startswith(f"{key}/"):
-                raise _link_error(self.path / name)
-        return self._sizes[key]
+        """Return the bytes of all files of an array; UnsupportedError if one is a link to a folder or to nothing."""
+        return sum(size for _, size in self.files_of(key))
 
     def spec(self, key: str = "") -> dict[str, Any]:
         prefix = f"{key}/" if key else ""
@@ -268,33 +264,35 @@ def _error_number(text: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def list_tree(top: str, shown: Path) -> tuple[dict[str, int], list[str], list[str]]:
-    """Return what is below a directory, parents first: sizes of files, folders with a slash, links to nothing."""
+def list_tree(top: str, shown: Path) -> tuple[dict[str, int], list[str]]:
+    """Return the sizes of all files below a directory by relative path, and all folders with a slash, parents first."""
     files: dict[str, int] = {}
-    folders, broken = [""], []
+    folders = [""]
     for inside in folders:  # grows during the loop
         path = shown / inside
-        with store_errors(path, "list the directory"), os.scandir(f"{top}/{inside}") as scanned:
-            # The order of `scandir` differs among file systems; the order of the state must not.
-            entries = sorted(scanned, key=lambda entry: entry.name)
-        for entry in entries:
+        for entry in scan_folder(f"{top}/{inside}", path):
             # An array may have tens of thousands of chunks: a path is made for errors only.
             if entry.is_dir(follow_symlinks=False):
                 folders.append(f"{inside}{entry.name}/")
-            elif entry.is_file(follow_symlinks=False) or stat.S_ISREG(_linked_mode(entry)):
+            elif entry.is_file(follow_symlinks=False) or stat.S_ISREG(linked_mode(entry)):
                 with store_errors(path, f"read the size of {entry.name}"):
                     size = entry.stat().st_size
+                if entry.name in METADATA_FILE.values():
+                    check_metadata_size(size, path / entry.name)
                 files[inside + entry.name] = size
             # Links to files are followed, because the cache of Hugging Face consists of links. Links to folders and
             # unreadable folders are refused: a skipped folder would mean missing arrays or chunks.
             elif entry.is_symlink():
-                if _linked_mode(entry):
-                    raise _link_error(path / entry.name)
-                files[inside + entry.name] = 0
-                broken.append(inside + entry.name)
+                raise link_error(path / entry.name)
             else:
                 raise UnsupportedError("is neither a file nor a folder", path=path / entry.name, remedy="remove it")
-    return files, folders, broken
+    return files, folders
+
+
+def scan_folder(folder: str, shown: Path) -> list[os.DirEntry[str]]:
+    with store_errors(shown, "list the directory"), os.scandir(folder) as entries:
+        # The order of `scandir` differs among file systems; the order of the state must not.
+        return sorted(entries, key=lambda entry: entry.name)
 
 
 def sync_directories(path: Path) -> None:
@@ -305,7 +303,7 @@ def sync_directories(path: Path) -> None:
             sync_directory(path / folder)
 
 
-def _linked_mode(entry: os.DirEntry[str]) -> int:
+def linked_mode(entry: os.DirEntry[str]) -> int:
     # 0 for other entries, and for links to nothing or to themselves.
     return file_mode(Path(entry.path)) if entry.is_symlink() else 0
 
@@ -316,7 +314,7 @@ def check_metadata_size(size: int, shown: Path) -> None:
         raise UnsupportedError(f"has {size:,} bytes of metadata, {limit}", path=shown)
 
 
-def _link_error(shown: Path) -> UnsupportedError:
+def link_error(shown: Path) -> UnsupportedError:
     return UnsupportedError(
         "is a symbolic link to a folder or to nothing, which is not followed",
         path=shown,

@@ -4,7 +4,7 @@ import json
 import re
 import stat
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -35,6 +35,9 @@ from tensorkeep_formats.tensorstore.library import (
     KvStore,
     check_metadata_size,
     context,
+    link_error,
+    linked_mode,
+    scan_folder,
     tensorstore,
 )
 
@@ -114,30 +117,8 @@ def has_mark(directory: ArrayDirectory) -> bool:
 def find_arrays(directory: ArrayDirectory) -> list[KnownArray]:
     """Return all arrays, at least one; the key of the directory itself is empty."""
     _check_is_whole(directory.path)
-    # Also for a database: refuses links to folders and metadata that is too large.
-    listed = list(directory.files)
-    with directory.reading():
-        store = directory.open_store()
-        if directory.kvstore == "ocdbt":
-            listed = [key.decode(errors="surrogateescape") for key in sorted(directory.wait(store.list()))]
-    found: dict[str, int] = {}
-    for text in listed or _listed_by_web_server(directory):
-        folder, _, name = text.rpartition("/")
-        version = next((version for version, file in METADATA_FILE.items() if file == name), None)
-        if version is not None:
-            # An array with both metadata files counts as zarr v2.
-            found[folder] = min(version, found.get(folder, version))
-            if len(found) > _MAX_ARRAYS:
-                raise UnsupportedError(f"holds more than {_MAX_ARRAYS:,} arrays", path=directory.path)
-            if folder.count("/") >= _MAX_DEPTH:
-                raise UnsupportedError(f"its folders are nested more than {_MAX_DEPTH} deep", path=directory.path)
-    groups = _groups(directory, store, [key for key, version in found.items() if version == 3])
-    # A database mixes all arrays in its files.
-    arrays = [
-        KnownArray(key, version, directory.stored_bytes(key) if directory.kvstore == "file" else 0)
-        for key, version in found.items()
-        if key not in groups
-    ]
+    in_folders = directory.kvstore == "file" and not directory.in_store
+    arrays = [*_find_in_folders(directory)] if in_folders else _find_by_keys(directory)
     if not arrays:
         raise NotACheckpointError("holds no array of TensorStore", path=directory.path)
     return arrays
@@ -155,6 +136,73 @@ def _check_is_whole(path: Path) -> None:
         raise UnsupportedError(
             "is a save of Orbax that was not finished", path=path, remedy="take another step, or save it again"
         )
+
+
+def _find_in_folders(directory: ArrayDirectory) -> Iterator[KnownArray]:
+    count = 0
+    waiting = [""]
+    while waiting:
+        key = waiting.pop()
+        folder, shown = Path(directory.root, key), directory.path / key
+        if len(Path(key).parts) > _MAX_DEPTH:
+            raise UnsupportedError(f"its folders are nested more than {_MAX_DEPTH} deep", path=directory.path)
+        entries = scan_folder(str(folder), shown)
+        folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        version = _version_at(folder, {entry.name for entry in entries}.difference(folders), shown)
+        if version is not None:
+            count += 1
+            _check_count(count, directory)
+            yield KnownArray(key, version, directory.stored_bytes(key))
+            continue
+        # The target of a link is not searched, so its arrays would be missing.
+        linked = next((entry.name for entry in entries if stat.S_ISDIR(linked_mode(entry))), None)
+        if linked is not None:
+            raise link_error(shown / linked)
+        waiting += [f"{key}/{name}" if key else name for name in reversed(folders)]
+
+
+def _version_at(folder: Path, files: set[str], shown: Path) -> int | None:
+    if METADATA_FILE[2] in files:
+        return 2
+    if _ZARR3 not in files:
+        return None
+    content = _zarr3_content(folder) or b""
+    check_metadata_size(len(content), shown / _ZARR3)
+    # Malformed metadata counts as an array, so that opening the array reports it.
+    return None if _node_type(content) == "group" else 3
+
+
+def _find_by_keys(directory: ArrayDirectory) -> list[KnownArray]:
+    # Also for a database: refuses links to folders and metadata that is too large.
+    listed = [name for name, _ in directory.files_of("")]
+    with directory.reading():
+        store = directory.open_store()
+        if directory.kvstore == "ocdbt":
+            listed = [key.decode(errors="surrogateescape") for key in sorted(directory.wait(store.list()))]
+        elif not listed:
+            listed = _listed_by_web_server(directory)
+    found: dict[str, int] = {}
+    for text in listed:
+        folder, _, name = text.rpartition("/")
+        version = next((version for version, file in METADATA_FILE.items() if file == name), None)
+        if version is not None:
+            # An array with both metadata files counts as zarr v2, as in a directory.
+            found[folder] = min(version, found.get(folder, version))
+            _check_count(len(found), directory)
+            if folder.count("/") >= _MAX_DEPTH:
+                raise UnsupportedError(f"its keys are nested more than {_MAX_DEPTH} deep", path=directory.path)
+    groups = _groups(directory, store, [key for key, version in found.items() if version == 3])
+    # A database mixes all arrays in its files.
+    return [
+        KnownArray(key, version, directory.stored_bytes(key) if directory.kvstore == "file" else 0)
+        for key, version in found.items()
+        if key not in groups
+    ]
+
+
+def _check_count(count: int, directory: ArrayDirectory) -> None:
+    if count > _MAX_ARRAYS:
+        raise UnsupportedError(f"holds more than {_MAX_ARRAYS:,} arrays", path=directory.path)
 
 
 def _listed_by_web_server(directory: ArrayDirectory) -> list[str]:
@@ -416,7 +464,7 @@ def read_own(directory: Directory) -> tuple[TensorStoreSidecar, ArrayDirectory, 
     if len({key.casefold() for key in keys.values()}) != len(keys):
         raise CorruptCheckpointError("two tensors have the same array", path=source)
     if notes.kvstore == "ocdbt":
-        _ = arrays.files  # refuses links to folders and metadata that is too large
+        arrays.files_of("")  # refuses links to folders and metadata that is too large
     known = {}
     for name, note in notes.tensors.items():
         types, key, rank = specs.StoredType(note.state_dtype, note.file_dtype), keys[name], len(note.shape)
