@@ -297,6 +297,11 @@ def check_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> None:
     # Most tensors have one chunk.
     if len(full) == 1 and box_shape(full[0]) == tuple(shape):
         return
+    # Sharded in the first dimension, as FSDP does: each chunk begins where the one before it ends.
+    if shape and all(box_shape(box)[1:] == tuple(shape[1:]) for box in full):
+        rows = sorted((box[0].start, box[0].stop) for box in full)
+        if [0, *(stop for _, stop in rows)] == [*(start for start, _ in rows), shape[0]]:
+            return
     flaw = find_flaw(shape, ((tuple(side.start for side in box), box_shape(box)) for box in full))
     if flaw is not None:
         raise ValueError(f"{'no chunk has' if flaw.is_gap else 'chunks overlap at'} the element {list(flaw.offsets)}")
