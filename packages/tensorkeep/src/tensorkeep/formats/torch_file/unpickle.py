@@ -458,7 +458,9 @@ class StateRebuilder:
         size = torch.Size(self.value(size, depth + 1))
         storage, dtype = self._storage(first)
         if call.function.name.endswith("v3"):
-            dtype = self.value(rest.pop(2))
+            dtype = self.value(rest.pop(2), depth + 1)
+        if len(rest) > 3:
+            raise ValueError("a tensor has more arguments than torch writes")
         # Torch checks that offset, size and strides stay inside the storage.
         tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, strides)
         tensor.requires_grad = bool(rest) and rest[0]
