@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 from typing import Any
 
 import pytest
@@ -159,6 +160,13 @@ def test_a_tied_head_is_the_embedding() -> None:
     copied = copy.deepcopy(model)
     assert copied.head.weight is copied.tokens.weight
     assert copied.head.weight.data_ptr() != model.head.weight.data_ptr()
+
+
+def test_models_with_any_activation_can_be_pickled() -> None:
+    for activation in ("gelu", "gelu_tanh", "relu2", "swiglu", "geglu"):
+        with case(activation):
+            model, tokens = build(activation=activation), torch.tensor([[1, 2, 3]])
+            assert torch.equal(pickle.loads(pickle.dumps(model))(tokens), model(tokens))
 
 
 def test_names_of_tensors_in_checkpoints() -> None:

@@ -36,10 +36,15 @@ IGNORED = -1
 _RESIDUAL = ("attention.out.weight", "mlp.down.weight")
 
 
+# Not a lambda: a model can be pickled, as torch.save and processes do.
+def _relu2(x: Tensor) -> Tensor:
+    return functional.relu(x).square()
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "relu2": lambda x: functional.relu(x).square(),
+    "relu2": _relu2,
     "swiglu": functional.silu,
     "geglu": functional.gelu,
 }
