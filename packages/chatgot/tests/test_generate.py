@@ -241,6 +241,11 @@ def test_prompt_may_be_any_kind_of_sequence() -> None:
         assert (ids.tolist(), ids.dtype) == ([1, 2, 3], torch.int64)
 
 
+def test_settings_of_sampling_may_be_numbers_of_numpy() -> None:
+    settings: dict[str, Any] = {"temperature": np.float64(0.5), "top_k": np.int64(3), "top_p": np.float32(0.75)}
+    assert repr(Sampling(**settings)) == repr(Sampling(temperature=0.5, top_k=3, top_p=0.75))
+
+
 def test_invalid_arguments_and_nonfinite_logits_are_refused() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"prompt_ids": []}, r"the prompt has the shape \[0\]"),

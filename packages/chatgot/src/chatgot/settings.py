@@ -6,6 +6,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from tensorkeep.errors import UsageError
@@ -34,6 +35,10 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         # msgspec checks what it decodes, but not the arguments of a constructor.
         for name, kind in _field_types(type(self)).items():
             value = getattr(self, name)
+            if isinstance(value, np.generic):
+                # A number of numpy becomes one of Python, which JSON can store.
+                value = value.item()
+                msgspec.structs.force_setattr(self, name, value)
             try:
                 msgspec.convert(value, prepared(kind))
             except msgspec.ValidationError as error:
