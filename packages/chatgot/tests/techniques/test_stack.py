@@ -8,7 +8,7 @@ import torch
 from chatgot.config.config import Config
 from chatgot.config.recipes import RECIPES, get_recipe
 from chatgot.step.state import StepState
-from chatgot.techniques.base import TECHNIQUE_CLASSES, Machine, Technique, Verification
+from chatgot.techniques.base import TECHNIQUE_CLASSES, Machine, Section, Technique, Verification
 from chatgot.techniques.stack import COMBINATIONS, Stack, expanded
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
 
@@ -27,6 +27,10 @@ class Fake(Technique):
         return None
 
 
+class TechniqueSettings(Section, frozen=True):
+    degree: int = 2
+
+
 def fake(name: str, **declared: Any) -> Technique:
     kind: type[Fake] = type(name, (Fake,), {"name": name, **declared})
     return kind(kind.Settings())
@@ -41,6 +45,17 @@ def test_unknown_names_settings_and_conflicts_are_errors_with_the_reason() -> No
     first = fake("compile", conflicts={"tf32": "they fight"})
     with pytest.raises(UsageError, match="compile and tf32 cannot be combined: they fight"):
         Stack([fake("tf32"), first])
+
+
+def test_settings_have_the_stated_type_or_the_annotated_one_which_may_be_text() -> None:
+    class Annotated(Fake):
+        settings: "TechniqueSettings"
+
+    class Stated(Fake):
+        settings: Any
+        Settings: ClassVar = TechniqueSettings
+
+    assert Annotated.Settings is Stated.Settings is TechniqueSettings
 
 
 def test_order_is_by_after_then_by_what_changes_and_by_name_and_never_circular() -> None:

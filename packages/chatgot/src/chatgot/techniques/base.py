@@ -4,6 +4,7 @@ A technique that was requested and is not active is an error, never a silent fal
 """
 
 import shutil
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -191,7 +192,10 @@ class Technique(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.Settings = cls.__annotations__.get("settings", cls.Settings)
+        kind = cls.__annotations__.get("settings")
+        if kind is not None and "Settings" not in vars(cls):
+            # With `from __future__ import annotations`, it is the name of the type.
+            cls.Settings = getattr(sys.modules[cls.__module__], kind) if isinstance(kind, str) else kind
 
     def __init__(self, settings: Section) -> None:
         self.settings = settings
