@@ -166,6 +166,12 @@ def test_a_file_has_a_title_and_a_white_ground(tmp_path: Path) -> None:
     assert used <= {"#{:02x}{:02x}{:02x}".format(*colour) for colour in colours}
 
 
+def test_a_box_that_is_narrower_than_a_pixel_is_painted() -> None:
+    narrow = canvas.Canvas(20, 20)
+    narrow.add(canvas.Box(3, 3, 0.1, 5, "ink"), canvas.Box(8, 3, 5, 0.1, "ink"))
+    assert png_file(narrow, "narrow").startswith(b"\x89PNG")
+
+
 def test_a_figure_shows_at_most_forty_arms(tmp_path: Path) -> None:
     document = documents.many(60, runs=1)
     arms = document["summary"]["arms"]

@@ -129,12 +129,12 @@ def _title(title: str) -> Text:
 def _paint(shape: Shape, image: Any, down: float) -> None:
     scale = float(_PIXELS * _SUPERSAMPLED)
     if isinstance(shape, Box):
-        top = (shape.y + down) * scale
-        # Pillow counts the last pixel as a part of the rectangle.
-        corner = ((shape.x + shape.width) * scale - 1, top + shape.height * scale - 1)
+        left, top = shape.x * scale, (shape.y + down) * scale
+        # Pillow counts the last pixel as a part of the rectangle, and refuses one that is narrower.
+        corner = (max(left, left + shape.width * scale - 1), max(top, top + shape.height * scale - 1))
         # Pillow draws a rectangle of no width as a line.
         if shape.width > 0 and shape.height > 0:
-            image.rectangle([(shape.x * scale, top), corner], fill=PALETTE[shape.fill])
+            image.rectangle([(left, top), corner], fill=PALETTE[shape.fill])
     elif isinstance(shape, Line):
         points = [(x * scale, (y + down) * scale) for x, y in shape.points]
         if shape.fill:
