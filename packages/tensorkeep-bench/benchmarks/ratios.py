@@ -139,11 +139,14 @@ def _direct_write(states: StatePair, folder: Path) -> Measurement:
 
         def write_part(start: int) -> None:
             buffer = buffers.get()
-            with memoryview(buffer) as view:
-                done, length = 0, min(WRITE_BYTES, size - start)
-                while done < length:
-                    done += os.pwrite(fd, view[done:length], start + done)
-            buffers.put(buffer)
+            try:
+                with memoryview(buffer) as view:
+                    done, length = 0, min(WRITE_BYTES, size - start)
+                    while done < length:
+                        done += os.pwrite(fd, view[done:length], start + done)
+            finally:
+                # Also after an error, or the other threads would wait for a buffer forever.
+                buffers.put(buffer)
 
         try:
             os.posix_fallocate(fd, 0, size)
