@@ -254,7 +254,7 @@ class MixedOffsets:
         self._begins = [0, *accumulate(tokens for tokens, _ in mixture)]
         self._parts = []
         for number, (tokens, _) in enumerate(mixture):
-            check_window(tokens, context_length, what=f"part {number + 1} of the mixture")
+            check_window(tokens, context_length, what=f"part {number + 1} of the mixture", or_else="leave it out, or ")
             # Parts with one seed would draw the same sequence.
             own_seed = (seed + number * _SEED_STEP) % (1 << 64)
             self._parts.append(_ORDERS[order](tokens, context_length, own_seed))
@@ -289,13 +289,15 @@ def check_weights(weights: Mapping[str, float]) -> None:
             )
 
 
-def check_window(tokens: int, context_length: int, *, what: str = "the text", path: Path | None = None) -> None:
-    """Raise UsageError if a text is not longer than a window."""
+def check_window(
+    tokens: int, context_length: int, *, what: str = "the text", path: Path | None = None, or_else: str = ""
+) -> None:
+    """Raise UsageError if a text is not longer than a window; ``or_else`` begins the remedy."""
     if tokens <= context_length:
         raise UsageError(
             f"{what} has {tokens:,} tokens, and a context of {context_length:,} needs {context_length + 1:,}",
             path=path,
-            remedy="use a shorter context (--model.context_length), or prepare more text",
+            remedy=f"{or_else}use a shorter context (--model.context_length), or prepare more text",
         )
 
 

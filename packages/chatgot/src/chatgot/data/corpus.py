@@ -331,13 +331,15 @@ def _texts(file: TextFile, batches: Iterator[Any], column: str) -> Iterator[str]
         for begin in range(0, len(values), _ROWS_AT_ONCE):
             for value in values.slice(begin, _ROWS_AT_ONCE):
                 number += 1
+                reason, remedy = None, "leave such rows out"
                 try:
                     text = value.as_py()
-                    reason = "has no text (null)" if text is None else None
+                    if text is None:
+                        reason = "has no text (null)"
                 except UnicodeDecodeError as error:
-                    reason = f"is not utf-8 ({error.reason})"
+                    reason, remedy = f"is not utf-8 ({error.reason})", f"write the column in UTF-8, or {remedy}"
                 if reason is not None:
-                    raise UsageError(f"row {number:,} {reason}", path=file.path, remedy="leave such rows out")
+                    raise UsageError(f"row {number:,} {reason}", path=file.path, remedy=remedy)
                 yield text
 
 

@@ -422,10 +422,13 @@ def _check_splits(reader: CorpusReader, rule: SplitRule, splits: dict[str, Split
     counts = {split: each.documents or 0 for split, each in splits.items()}
     empty = next((split for split, count in counts.items() if not count), None)
     if source.has_documents and empty is not None:
+        what, more = ("line's number", f"or more {kind}")
+        if kind == "documents":
+            what, more = "name", "more documents, or one file with all the text"
         raise UsageError(
-            f"none of its {sum(counts.values()):,} {kind} is for {empty}: a hash of the name and the seed decides",
+            f"none of its {sum(counts.values()):,} {kind} is for {empty}: a hash of the {what} and the seed decides",
             path=source.spec,
-            remedy=f"give another fraction or seed, or more {kind}",
+            remedy=f"give another fraction or seed, {more}",
         )
     train = rule.train_characters(reader.characters)
     if not source.has_documents and not 0 < train < reader.characters:
