@@ -58,6 +58,7 @@ def read_settings(values: Mapping[str, Any], kind: type[S]) -> S:
         # msgspec names the place in its message only.
         path = str(error).partition(" - at `$.")[2].rstrip("`").split(".")
         value, found = _at(values, kind, path)
+        # Where the value is a table, the error is about a name in the table, which only the text of msgspec says.
         if isinstance(value, Mapping) or found is None:
             raise UsageError(f"the settings are not valid: {error}", remedy="see tensorkeep train --help") from error
         raise UsageError(f"{'.'.join(path)} is {value!r}", remedy=f"give {describe_type(found)}") from error
@@ -108,7 +109,7 @@ _WORDS: dict[Any, str] = {
 }
 
 
-def variable_of(name: str) -> str:
+def environment_variable_of(name: str) -> str:
     return f"{PREFIX}{name.replace('.', '_').upper()}"
 
 
@@ -123,7 +124,7 @@ def merged(
 
     The environment variable of ``"optim.lr"`` is ``TENSORKEEP_OPTIM_LR``.
     """
-    variables = {name: variable_of(name) for name in names}
+    variables = {name: environment_variable_of(name) for name in names}
     given = {name: environment[variable] for name, variable in variables.items() if variable in environment}
     # The later one wins: a flag, then the environment, then the file.
     return {**file, **given, **flags}

@@ -61,8 +61,8 @@ from tensorkeep.ext.cli import (
 
 # Seconds between two lines about training steps without a progress bar, so that a log file stays short.
 _SECONDS_BETWEEN = 5.0
-# Shorter evaluations may take most of the time of a run without a remark.
-_LONG_SECONDS = 10.0
+# The summary advises to evaluate fewer tokens if evaluations took more than half of a run, and at least this long.
+_LONG_EVALUATION_SECONDS = 10.0
 _INDENT = "    "
 
 
@@ -461,7 +461,7 @@ def print_summary(run: OpenRun, summary: TrainingSummary) -> None:
     if summary.steps:
         rows += _cost(summary)
         evaluating, total = summary.seconds.get("evaluate", 0.0), sum(summary.seconds.values())
-        if run.config.eval.batches is None and evaluating > max(_LONG_SECONDS, total / 2):
+        if run.config.eval.batches is None and evaluating > max(_LONG_EVALUATION_SECONDS, total / 2):
             tokens = max(1, run.validation.targets // 10)
             rows.append(("advice", f"evaluate fewer tokens, such as --eval.tokens {tokens}"))
     rows.append(("run", str(run.folder.path)))

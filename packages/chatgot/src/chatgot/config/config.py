@@ -14,7 +14,17 @@ from msgspec import Meta
 from chatgot.model.config import ModelConfig
 from chatgot.optim.optimizers import OptimConfig, ParameterGroup
 from chatgot.optim.schedules import ScheduleConfig
-from chatgot.settings import Count, Decay, Fraction, NonNegative, Section, Steps, merged, read_settings, variable_of
+from chatgot.settings import (
+    Count,
+    Decay,
+    Fraction,
+    NonNegative,
+    Section,
+    Steps,
+    environment_variable_of,
+    merged,
+    read_settings,
+)
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.ext.checkpoint import options
 
@@ -378,8 +388,8 @@ def given_settings(
     variables = dict(os.environ if environment is None else environment)
     for old, new in RENAMED.items():
         # Where both names are set, the current one counts.
-        if (variable := variable_of(old)) in variables:
-            variables.setdefault(variable_of(new), variables[variable])
+        if (variable := environment_variable_of(old)) in variables:
+            variables.setdefault(environment_variable_of(new), variables[variable])
     return merged(
         [name for name in known if "." in name],
         flags=words or {},

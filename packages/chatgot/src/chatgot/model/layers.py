@@ -98,6 +98,7 @@ class RotaryPositions(nn.Module):
         self.register_buffer("sines", torch.empty(shape), persistent=False)
 
     def fill(self, device: torch.device) -> None:
+        # Not in `__init__`: a model is made on the meta device, and `to_empty` leaves its tables without values.
         length, _, size = self.cosines.shape
         # In float32 on the CPU, as transformers does.
         frequencies = 1.0 / self.base ** (torch.arange(0, size, 2).float() / size)

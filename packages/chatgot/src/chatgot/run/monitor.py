@@ -73,8 +73,8 @@ def observe_gradient_norms(run: OpenRun) -> None:
     clip = run.operations.clip
 
     def observed_clip() -> Tensor:
-        # Afterwards, because `clip` makes the gradients final: it unscales them and adds shards. `_scaled` undoes the
-        # clipping.
+        # Afterwards, because `clip` makes the gradients final: it unscales them and adds the norms of all shards.
+        # `_scaled` undoes the clipping.
         norm = clip()
         step = run.progress.step
         is_logged = step % run.config.log.every == 0 or step == run.config.loop.steps

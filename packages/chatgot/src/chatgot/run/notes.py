@@ -92,6 +92,7 @@ def on_initial_weights(initial: InitialWeights, config: Config, dataset: Dataset
             "again to train as they were trained"
         )
     if new := initial.new_tokens(config.model):
+        # Tokens that the tokenizer reserved have no row in the weights yet; otherwise the new tokens mark messages.
         what = "the tokenizer" if initial.unused_tokens else "conversations"
         yield f"{new} tokens of {what} are new to the weights, and begin as the mean of all others"
 
@@ -102,6 +103,7 @@ def on_segment(number: int, segment: Segment, before: Config, reduced: float) ->
     text = f"segment {number} begins after step {step}: {describe(segment.settings)}"
     whole = f"that of a run of {config.loop.steps} steps from the start"
     extended = set(segment.settings) == {"loop.steps"}
+    # Only for the first change of a run: earlier changes may have changed its result.
     if extended and number == 2 and _is_as_from_the_start(before, config, step):
         return f"{text}; its result is {whole}"
     rates = on_rates(before, config, step, reduced)
@@ -110,7 +112,8 @@ def on_segment(number: int, segment: Segment, before: Config, reduced: float) ->
 
 def on_rates(before: Config, config: Config, step: int, reduced: float) -> str:
     """Return how the learning rate continues after a step, given the factor that "plateau" has reduced it by."""
-    # The evaluation after the step may have reduced the rate of "plateau": the step itself had a higher rate.
+    # The evaluation after the step may have reduced the rate of "plateau": the step itself had a higher rate, which is
+    # not known here.
     earlier = "" if before.schedule.name == "plateau" else f"from {_rate(before, step):.3g} "
     return (
         f"the learning rate goes {earlier}to {_rate(config, step + 1) * reduced:.3g} "
