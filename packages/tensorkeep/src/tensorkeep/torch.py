@@ -23,7 +23,7 @@ from tensorkeep.formats.finding import find_format
 from tensorkeep.paths import StorePath, as_path
 from tensorkeep.runs.address import checkpoint_path
 from tensorkeep.state.tree import flatten
-from tensorkeep.storage.direct_io import store_errors
+from tensorkeep.storage.system_errors import store_errors
 
 if TYPE_CHECKING:
     import torch

@@ -11,8 +11,9 @@ import pytest
 from tensorkeep.errors import BusyError, DestinationExistsError, NotFoundError, StoreError
 from tensorkeep.paths import absolute
 from tensorkeep.storage.buffers import ALIGNMENT, aligned_copy
-from tensorkeep.storage.direct_io import DirectFile, store_errors
+from tensorkeep.storage.direct_io import DirectFile
 from tensorkeep.storage.parallel import run
+from tensorkeep.storage.system_errors import store_errors
 
 
 def test_threads_that_meet_einval_fall_back_to_the_page_cache(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
 from tensorkeep.paths import checked_path
 from tensorkeep.storage import first_bytes, storage_of
 from tensorkeep.storage.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool
-from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.storage.parallel import Progress, default_threads
+from tensorkeep.storage.system_errors import store_errors
 from tensorkeep.units import format_bytes, format_least_bytes, parse_bytes
 
 # They wait for the network, however few the processors are; a small memory budget allows fewer.

@@ -4,10 +4,11 @@ from tensorkeep.storage import file_mode, first_bytes, folders_in, names_in, par
 from tensorkeep.storage.base import Directory, SourceFile
 from tensorkeep.storage.buffers import DEFAULT_BUDGET
 from tensorkeep.storage.commit import Commit, FolderLock, remove_abandoned, replace_file
-from tensorkeep.storage.direct_io import Bytes, DirectFile, store_error, store_errors, sync_directory, write_small
+from tensorkeep.storage.direct_io import Bytes, DirectFile, sync_directory, write_small
 from tensorkeep.storage.local import LocalDirectory
 from tensorkeep.storage.parallel import Cancelled, Meter, Progress, default_threads
 from tensorkeep.storage.store_requests import raise_alone
+from tensorkeep.storage.system_errors import store_error, store_errors
 
 __all__ = [
     "DEFAULT_BUDGET",

@@ -21,8 +21,9 @@ from tensorkeep.errors import StoreError
 from tensorkeep.machine import libc, memory_file
 from tensorkeep.storage import parallel
 from tensorkeep.storage.base import SourceFile
-from tensorkeep.storage.direct_io import Bytes, close, store_errors
+from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.store_requests import SMALL_REQUESTS
+from tensorkeep.storage.system_errors import close, store_errors
 
 # The unit of fetching and freeing; a multiple of the page size, because freeing works on pages.
 _PIECE = 16 * 1024

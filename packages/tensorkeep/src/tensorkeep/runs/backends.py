@@ -19,8 +19,8 @@ from tensorkeep.runs.retention import Keep, KeepAll, unwanted
 from tensorkeep.runs.steps import Step, StepListing, UploadStatus, check_is_step, step_numbers, step_of, step_path
 from tensorkeep.storage import exists, names_in
 from tensorkeep.storage.commit import FolderLock, remove_abandoned, remove_checkpoint
-from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.storage.parallel import shielded
+from tensorkeep.storage.system_errors import store_errors
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from tensorkeep.state.leaf import Array, Leaf, check_device
 from tensorkeep.state.tree import placeholders
 from tensorkeep.storage.buffers import BufferPool
 from tensorkeep.storage.commit import Commit
-from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.storage.parallel import default_threads
+from tensorkeep.storage.system_errors import store_errors
 
 if TYPE_CHECKING:
     import torch

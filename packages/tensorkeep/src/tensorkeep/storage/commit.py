@@ -26,8 +26,9 @@ from tensorkeep.machine import libc
 from tensorkeep.paths import absolute
 from tensorkeep.storage.base import CHOOSE, MANIFEST_NAME, CommitOptions, PendingCommit
 from tensorkeep.storage.clock import clock
-from tensorkeep.storage.direct_io import close, store_error, store_errors, sync_directory, write_small
+from tensorkeep.storage.direct_io import sync_directory, write_small
 from tensorkeep.storage.parallel import reset_in_child
+from tensorkeep.storage.system_errors import close, store_error, store_errors
 
 # Temporaries. Each is a directory beside its destination that its writer locks (``flock``). The kernel releases the
 # lock when the writer dies, so a temporary without a lock is abandoned.

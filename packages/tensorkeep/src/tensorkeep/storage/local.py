@@ -16,8 +16,9 @@ from tensorkeep.machine import libc
 from tensorkeep.storage.base import CommitOptions, Directory, OutputFile, PendingCommit, SourceFile, Storage
 from tensorkeep.storage.buffers import ALIGNMENT, BufferPool, round_down, round_up
 from tensorkeep.storage.commit import Commit
-from tensorkeep.storage.direct_io import Bytes, DirectFile, OutputOptions, close, store_error, transfers, write_small
+from tensorkeep.storage.direct_io import Bytes, DirectFile, OutputOptions, transfers, write_small
 from tensorkeep.storage.parallel import Cancellation
+from tensorkeep.storage.system_errors import close, store_error
 
 logger = logging.getLogger(__name__)
 # `bypasses_cache` looks at one page in every so many bytes: the kernel caches and drops much longer runs.

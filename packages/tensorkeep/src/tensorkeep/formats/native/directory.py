@@ -14,8 +14,8 @@ from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.reader import missing_file, occupied_bytes, wrong_size
 from tensorkeep.storage import first_bytes, names_in, read_directory, storage_of
 from tensorkeep.storage.base import Directory, PendingCommit
-from tensorkeep.storage.direct_io import store_error, store_errors
 from tensorkeep.storage.store_commit import TOMBSTONE_NAME, save_of
+from tensorkeep.storage.system_errors import store_error, store_errors
 
 T = TypeVar("T")
 

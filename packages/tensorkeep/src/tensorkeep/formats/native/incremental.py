@@ -31,7 +31,8 @@ from tensorkeep.paths import StorePath, absolute, as_path
 from tensorkeep.state.leaf import Source
 from tensorkeep.storage import storage_of
 from tensorkeep.storage.buffers import round_up
-from tensorkeep.storage.direct_io import Bytes, close, store_errors
+from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.storage.system_errors import close, store_errors
 
 # A file is shared again only if at least this fraction of its bytes is still in use. Otherwise its blocks are written
 # again: one block could keep a whole file alive for ever.

@@ -36,7 +36,8 @@ from tensorkeep.state.leaf import Leaf
 from tensorkeep.storage import read_directory, storage_of
 from tensorkeep.storage.base import Directory, SourceFile
 from tensorkeep.storage.buffers import BufferPool, round_up
-from tensorkeep.storage.direct_io import Bytes, store_errors
+from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.storage.system_errors import store_errors
 
 
 class OpenFiles:

@@ -25,8 +25,9 @@ from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.storage.base import Directory, PendingCommit
 from tensorkeep.storage.commit import Commit, list_temporaries, prefix
-from tensorkeep.storage.direct_io import store_errors, sync_directory, write_small
+from tensorkeep.storage.direct_io import sync_directory, write_small
 from tensorkeep.storage.local import LocalDirectory
+from tensorkeep.storage.system_errors import store_errors
 from tensorkeep.structs import json_decoder
 from tensorkeep.version import __version__
 

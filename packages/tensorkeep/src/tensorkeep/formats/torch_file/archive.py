@@ -24,7 +24,8 @@ from tensorkeep.formats.torch_file.pickles import Bounded, Global, Pairs, Record
 from tensorkeep.machine import available_bytes
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.storage import first_bytes, open_file
-from tensorkeep.storage.direct_io import Bytes, store_error
+from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.storage.system_errors import store_error
 
 # The dtypes of storage classes in pickles.
 STORAGES = {
