@@ -71,7 +71,7 @@ def with_data(
         started = folder.record().config
         source = started.data.source if in_folder else str(place)
         return config.changed({**{name: started.setting(name) for name in _PREPARATION}, "data.source": source})
-    # The text was prepared in the folder of the run. data.source still names the text, and the run finds the data in its
+    # The text was prepared in the folder of the run. `data.source` names the text, and the run finds the data in its
     # folder, so that both can move together.
     if in_folder and not is_prepared(config.data.source):
         return config
