@@ -293,7 +293,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _errors_explained(folder: RunFolder, stop: Callable[[], bool], remedy: str) -> Iterator[None]:
+def _errors_explained(folder: RunFolder, was_stopped: Callable[[], bool], remedy: str) -> Iterator[None]:
     """Raise OutOfMemoryError where torch or Python ran out of memory; Interrupted if Ctrl-C ended torch's compiler."""
     try:
         yield
@@ -312,7 +312,7 @@ def _errors_explained(folder: RunFolder, stop: Callable[[], bool], remedy: str) 
         while reason is not None and type(reason).__name__ != "CppCompileError":
             reason = reason.__cause__ or reason.__context__
         # Without a signal it is an error of the compiler.
-        if reason is None or not stop():
+        if reason is None or not was_stopped():
             raise
         # The step cannot be completed without the compiled code, so that nothing is saved.
         raise Interrupted("stopped while torch compiled; nothing is saved of this step", remedy=remedy) from error

@@ -291,10 +291,12 @@ def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[Path]:
         yield from (folder / each for each in others if not each.startswith("."))
 
 
+# Rows of a table that are in memory at once: the batches of an Arrow stream have any size, so they are sliced as well.
 _ROWS_AT_ONCE = 256
 # Bytes of a column of a parquet file; the library would read all of a row group.
 _READ_AT_ONCE = 1 << 20
-_OPTION = "--field NAME (tensorkeep train: --data.field NAME)"
+# Part of a remedy.
+_OPTION_OF_TABLES = "--field NAME (tensorkeep train: --data.field NAME)"
 
 
 @contextmanager
@@ -350,13 +352,15 @@ def _check_column(file: TextFile, column: str, schema: Any, types: Any) -> None:
             f"has {len(places) or 'no'} column{'s' * (len(places) > 1)} {column!r}; its columns are "
             f"{', '.join(map(repr, schema.names))}",
             path=file.path,
-            remedy=f"name the column of the text: {_OPTION}",
+            remedy=f"name the column of the text: {_OPTION_OF_TABLES}",
         )
     kind = schema.field(places[0]).type
     values = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(values) or types.is_large_string(values) or types.is_string_view(values)):
         raise UsageError(
-            f"the column {column!r} holds {kind}, not text", path=file.path, remedy=f"name another column: {_OPTION}"
+            f"the column {column!r} holds {kind}, not text",
+            path=file.path,
+            remedy=f"name another column: {_OPTION_OF_TABLES}",
         )
 
 
@@ -391,7 +395,7 @@ _MARK = UTF8_MARK.decode()
 # A line with a conversation, for errors.
 CONVERSATION = '{"messages": [{"role": "user", "content": "..."}, ...]}'
 # Part of a remedy.
-_FIELD_OPTION = "--field NAME (tensorkeep train: --data.field NAME) states the field"
+_OPTION_OF_LINES = "--field NAME (tensorkeep train: --data.field NAME) states the field"
 # Bytes or characters that are handled at once.
 PIECE = 1 << 16
 # Bytes of a line of JSON, which is parsed as a whole.
@@ -540,7 +544,7 @@ class CorpusReader:
             record: Any = self._decoder.decode(line)
         except (msgspec.DecodeError, RecursionError) as error:
             remedy = (
-                f'each line must be an object such as {{"{self.source.field}": "..."}}; {_FIELD_OPTION}; a '
+                f'each line must be an object such as {{"{self.source.field}": "..."}}; {_OPTION_OF_LINES}; a '
                 f"conversation, or a question and its answer, must be {CONVERSATION}"
             )
             raise UsageError(f"line {number:,} is not a document ({error})", path=file.path, remedy=remedy) from error

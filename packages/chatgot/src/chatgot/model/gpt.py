@@ -41,6 +41,7 @@ def _relu2(x: Tensor) -> Tensor:
     return functional.relu(x).square()
 
 
+# By the names of `Activation` in `chatgot.model.config`, which also says which of them gate.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),

@@ -123,6 +123,7 @@ class Plateau:
             return
         self._waited += 1
         if self._waited >= self._patience:
+            # The product of all reductions so far.
             self.factor *= self._reduction
             self._waited = 0
 

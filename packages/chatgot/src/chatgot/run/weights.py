@@ -52,12 +52,12 @@ def load_trained_at(address: PathLike, *, which: Which = "last", device: str = "
 
     It has the averaged weights, if the run averages them. ``"best"`` is by the validation loss.
     """
-    folder, wanted = RunFolder.at(address)
+    folder, address_step = RunFolder.at(address)
     step = None
-    if wanted is not None:
+    if address_step is not None:
         if which != "last":
             raise UsageError(f"both a step and {which!r} are given", path=address, remedy=f"leave out --which {which}")
-        step = backend_of(folder.checkpoints).read(find_checkpoint(f"{folder.checkpoints}@{wanted}").step or 0)
+        step = backend_of(folder.checkpoints).read(find_checkpoint(f"{folder.checkpoints}@{address_step}").step or 0)
     config = folder.record().config
     tokenizer = folder.tokenizer()
     if step is None:
@@ -87,7 +87,7 @@ def mask_documents(model: GPT, config: Config, tokenizer: Tokenizer) -> None:
 CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 # Settings of a model that a run may choose, whatever the weights are.
-_FREE = ("dropout", "init_std", "context_length", "vocab_multiple", "vocab_padding")
+_CHOSEN_BY_THE_RUN = ("dropout", "init_std", "context_length", "vocab_multiple", "vocab_padding")
 _ROWS_BY_TOKEN = ("tokens.weight", "head.weight")
 
 
@@ -112,7 +112,7 @@ class InitialWeights:
         return rows if self.tokenizer is None else min(rows, self.tokenizer.vocab_size)
 
     def new_tokens(self, model: ModelConfig) -> int:
-        """Return how many tokens of a model the weights were not trained with: of messages, or for padding."""
+        """Return how many tokens of a model the weights were not trained with: tokens of messages, or padding."""
         return max(0, model.n_tokens - self.known_tokens)
 
     @property
@@ -145,7 +145,12 @@ class InitialWeights:
         for name, value in wanted.items():
             # The embedding and the head may get more rows; see `values`.
             grown = name == "vocab_size" and value > self.config.vocab_size
-            if not grown and name not in _FREE and not name.startswith("lora.") and source.get(name) != value:
+            if (
+                not grown
+                and name not in _CHOSEN_BY_THE_RUN
+                and not name.startswith("lora.")
+                and source.get(name) != value
+            ):
                 raise UsageError(
                     f"model.{name} is {value!r}, and the initial weights are of a model with {source.get(name)!r}",
                     path=self.record.path,

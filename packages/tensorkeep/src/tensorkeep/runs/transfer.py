@@ -29,7 +29,7 @@ from tensorkeep.storage.store_commit import object_name
 
 # A file name that begins like this refers to an object of another checkpoint of the run.
 _BESIDE = "../"
-# One part is read while the others are sent.
+# Of large files: the pool has at least MINIMUM_BUDGET, which suffices for eight parts of small files.
 _PARTS_IN_MEMORY = 4
 # Device, inode and size of a file.
 FileIdentity = tuple[int, int, int]

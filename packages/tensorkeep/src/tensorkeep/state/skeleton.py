@@ -561,6 +561,7 @@ class SkeletonWriter:
     def _ordered(self, value: OrderedDict[Any, Any], path: KeyPath) -> dict[str, Any]:
         node = self._dict(value, path, "ordered")
         attributes = dict(vars(value))
+        # What `torch.nn.Module.state_dict` returns has it, and `load_state_dict` reads it.
         if "_metadata" in attributes:
             node["_metadata"] = self.encode(attributes.pop("_metadata"), (*path, "_metadata"))
         if attributes:
@@ -598,6 +599,7 @@ class SkeletonWriter:
 
 
 def _torch_node(value: Any) -> dict[str, Any] | None:
+    # Not imported: no value is torch's if nobody has imported torch.
     torch = sys.modules.get("torch")
     if torch is None:
         return None
