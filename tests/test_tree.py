@@ -21,7 +21,7 @@ CODER = PACKAGES / "tensorkeep" / "src" / "coder"
 # modules of a first layer may import each other.
 ORDER = {
     "tensorkeep": """
-        errors units closing paths placeholder plugins structs supported version
+        errors units closing paths placeholder plugins structs version
         machine
         state
         codecs storage
@@ -45,7 +45,7 @@ ORDER = {
         data
         step export
         techniques generate
-        run chat memory
+        run memory
         loop scoring
         cli testing
     """,
@@ -161,7 +161,7 @@ def test_versions_licences_and_platforms_are_the_same() -> None:
     [platforms] = {tuple(filter(platform.fullmatch, project["classifiers"])) for project in projects}
     versions = [each.rpartition(" ")[2] for each in platforms if re.search(r"3\.\d+$", each)]
     assert platforms[0] == "Operating System :: POSIX :: Linux"
-    assert versions[0] == "3.11" and "Python 3.11 or later" in (MODULES["tensorkeep.supported"]).read_text()
+    assert versions[0] == "3.11" and "Python 3.11 or later" in MODULES["tensorkeep"].read_text()
     workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
     assert f'python: ["{versions[0]}", "{versions[-1]}"]' in workflow
     interpreters = [f"cp{each.replace('.', '')}-manylinux*" for each in (versions[0], versions[-1])]

@@ -24,7 +24,7 @@ from formats.dcp.checkpoints import grid, trained, write_chunks
 from formats.dcp.checkpoints import real_save as dcp_save
 from store_servers import ACTIONS, SECRET, Fault, FaultAt, Proxy, always, serving, upload
 from tensorkeep.cli.main import main
-from tensorkeep.distributed.reader import DcpReader
+from tensorkeep.distributed.dcp import DcpReader
 from tensorkeep.paths import StorePath
 from tensorkeep.safetensors.torch import load_file
 from tensorkeep.storage import store_requests

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import tensorkeep
-from chatgot.chat import ChatSession
 from chatgot.data.tokenizers.char import ByteTokenizer, CharTokenizer
 from chatgot.data.tokenizers.chat import ChatTokenizer
-from chatgot.generate import Sampling, generate
+from chatgot.generate import ChatSession, Sampling, generate
 from chatgot.model.config import ModelConfig
 from chatgot.model.gpt import GPT
 

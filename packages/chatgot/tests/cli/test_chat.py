@@ -11,7 +11,7 @@ from typing import Self
 
 import pytest
 
-from chatgot.chat import ChatSession
+from chatgot.generate import ChatSession
 from command_line import Call, run_on_terminal
 from forked import ended, kill, start
 from tiny_training import CONFIG, conversations, prepared

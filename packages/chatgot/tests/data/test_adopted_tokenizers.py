@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chatgot.chat import ChatSession
 from chatgot.data.dataset import Dataset
 from chatgot.data.prepare import prepare
 from chatgot.data.tokenizers.base import prompt_ids
@@ -17,7 +16,7 @@ from chatgot.data.tokenizers.char import CharTokenizer
 from chatgot.data.tokenizers.chat import ChatTokenizer
 from chatgot.data.tokenizers.huggingface import HuggingFaceTokenizer, read_tokenizer
 from chatgot.data.tokenizers.registry import tokenizer_from_dict
-from chatgot.generate import Sampling
+from chatgot.generate import ChatSession, Sampling
 from chatgot.model.config import ModelConfig
 from chatgot.model.gpt import GPT
 from chatgot.scoring import read_tokens

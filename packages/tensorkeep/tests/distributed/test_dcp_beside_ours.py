@@ -20,8 +20,7 @@ from checkpoint.ranks import cases
 from distributed.calls import DyingPlanner, errors_of, full_tensor, load, save
 from faults.injection import flip_bit
 from ranks import outcomes, run_ranks
-from tensorkeep.distributed.reader import DcpReader
-from tensorkeep.distributed.writer import DcpWriter
+from tensorkeep.distributed.dcp import DcpReader, DcpWriter
 from tensorkeep.formats.blockfile.write import DataFile
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]

@@ -16,8 +16,7 @@ import tensorkeep
 from checkpoint.ranks import cases
 from distributed.calls import full_tensor, load, save
 from ranks import run_ranks
-from tensorkeep.distributed.reader import DcpReader
-from tensorkeep.distributed.writer import DcpWriter
+from tensorkeep.distributed.dcp import DcpReader, DcpWriter
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 

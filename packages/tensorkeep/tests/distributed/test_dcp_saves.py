@@ -19,7 +19,7 @@ import tensorkeep
 from checkpoint.ranks import cases
 from distributed.calls import DyingPlanner, errors_of, full_tensor, save
 from ranks import outcomes, run_ranks
-from tensorkeep.distributed.writer import DcpWriter
+from tensorkeep.distributed.dcp import DcpWriter
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.equality import difference
 from tiers import exhaustive

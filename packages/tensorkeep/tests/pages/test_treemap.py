@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorkeep.formats.base import Entry
-from tensorkeep.pages.treemap import Group, Rectangle, grouped, module_totals, squarified
+from tensorkeep.pages.checkpoint import Group, Rectangle, grouped, module_totals, squarified
 from tensorkeep.state.dtypes import BY_NAME
 
 WHOLE = Rectangle(5, 7, 200, 100)

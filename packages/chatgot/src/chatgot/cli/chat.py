@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 
-from chatgot.chat import ChatSession
 from chatgot.cli.generate import DEFAULT_OPTIONS, GenerateOptions, show_stream
+from chatgot.generate import ChatSession
 from chatgot.run.weights import load_trained_at
 from chatgot.step.cpu import SpinControl
 from tensorkeep.errors import UsageError

@@ -7,11 +7,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tensorkeep.distributed.reader import DcpReader
-    from tensorkeep.distributed.writer import DcpWriter
+    from tensorkeep.distributed.dcp import DcpReader, DcpWriter
     from tensorkeep.state.skeleton import PerRank
 
-_MODULES = {"DcpReader": "distributed.reader", "DcpWriter": "distributed.writer", "PerRank": "state.skeleton"}
+_MODULES = {"DcpReader": "distributed.dcp", "DcpWriter": "distributed.dcp", "PerRank": "state.skeleton"}
 
 __all__ = ["DcpReader", "DcpWriter", "PerRank"]
 
