@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import tensorkeep
-from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.state.leaf import Bytes
 
 
 def make_state() -> tuple[dict[str, Any], Bytes]:

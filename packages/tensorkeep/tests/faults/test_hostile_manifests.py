@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import tensorkeep
 from faults.injection import bounded_memory
-from tensorkeep.formats.blockfile.plan import MAX_BLOCK_BYTES
+from tensorkeep.formats.base import MAX_BLOCK_BYTES
 from tensorkeep.formats.checksummed_json import digest
 from tensorkeep.formats.native.manifest import FILE_NAME
 from tensorkeep.testing.cases import case

@@ -12,7 +12,7 @@ import pytest
 from tensorkeep.errors import StoreError
 from tensorkeep.formats import mapped_file
 from tensorkeep.formats.mapped_file import FetchedFile, FetchedParts
-from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.state.leaf import Bytes
 from tensorkeep.storage.object_store import StoreFile
 
 PIECE = 16 * 1024

@@ -9,7 +9,7 @@ import pytest
 
 from tensorkeep.pages.statistics import Accumulator, TensorStatistics
 from tensorkeep.state.dtypes import BY_NAME, DType
-from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.state.leaf import Bytes
 
 FLOAT4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 WIDE = {"float32", "float64", "complex64", "complex128"}

@@ -18,12 +18,12 @@ from tensorkeep.formats.blockfile.plan import Block, BlockFileOptions, plan_file
 from tensorkeep.formats.blockfile.write import copy_and_hash, encode_and_hash, readable
 from tensorkeep.formats.checksummed_json import digest
 from tensorkeep.formats.native.writer import NativeOptions
-from tensorkeep.state.leaf import Source
+from tensorkeep.state.leaf import Bytes, Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.storage import parallel, storage_of
 from tensorkeep.storage.buffers import BufferPool, round_up
 from tensorkeep.storage.commit import Commit
-from tensorkeep.storage.direct_io import Bytes, DirectFile
+from tensorkeep.storage.direct_io import DirectFile
 from tensorkeep.storage.parallel import Cancellation, Pace
 from tensorkeep.units import format_bytes
 

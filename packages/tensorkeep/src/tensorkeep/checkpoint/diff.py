@@ -18,11 +18,10 @@ from tensorkeep.formats.finding import open_reader
 from tensorkeep.runs.address import checkpoint_path
 from tensorkeep.state import names
 from tensorkeep.state.dtypes import DType
-from tensorkeep.state.leaf import LeafKind
+from tensorkeep.state.leaf import Bytes, LeafKind
 from tensorkeep.state.tree import PlainValue, plain_values, unflatten
 from tensorkeep.storage import parallel
 from tensorkeep.storage.buffers import DEFAULT_BUDGET, BufferPool
-from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import Meter, Progress
 
 # The arithmetic of a comparison: how far two ranges of numbers are apart, in float64, a piece at a time.

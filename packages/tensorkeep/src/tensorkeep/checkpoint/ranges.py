@@ -16,11 +16,20 @@ from tensorkeep.formats.boxes import box_of
 from tensorkeep.machine import libc, memory_limit
 from tensorkeep.state.aliases import make_view
 from tensorkeep.state.dtypes import DType
-from tensorkeep.state.leaf import Array, CastLeaf, Device, Leaf, LeafKind, allocate, wait_for_caller, wait_for_copies
+from tensorkeep.state.leaf import (
+    Array,
+    Bytes,
+    CastLeaf,
+    Device,
+    Leaf,
+    LeafKind,
+    allocate,
+    wait_for_caller,
+    wait_for_copies,
+)
 from tensorkeep.state.sharded import ShardedLeaf, TensorShard, bytes_here, row_ranges
 from tensorkeep.storage import parallel
 from tensorkeep.storage.buffers import BufferPool, round_down, round_up
-from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import Meter, Progress
 from tensorkeep.units import format_bytes
 

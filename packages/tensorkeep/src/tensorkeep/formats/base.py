@@ -21,15 +21,23 @@ from tensorkeep.paths import absolute
 from tensorkeep.plugins import Registry
 from tensorkeep.state.aliases import Alias
 from tensorkeep.state.dtypes import DType
-from tensorkeep.state.leaf import Leaf, Source, side_stream
+from tensorkeep.state.leaf import Bytes, Leaf, Source, side_stream
 from tensorkeep.state.skeleton import LeafSpec
 from tensorkeep.state.tree import Flat, leaf_specs
 from tensorkeep.storage import parallel
 from tensorkeep.storage.buffers import ALIGNMENT, Buffer, BufferPool, buffer_bytes
-from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import POLL_SECONDS, Cancellation, Pace, Progress, default_threads
 from tensorkeep.structs import prepared
 from tensorkeep.units import format_bytes
+
+# Sizes in raw bytes. A block is the unit of reading, writing, checksums and compression; one process cuts a tensor into
+# blocks of this size.
+BLOCK_BYTES = 16 * 1024**2
+# The largest blocks that a reader accepts.
+MAX_BLOCK_BYTES = 64 * 1024**2
+# Where many ranks save: the size of a block, and the least size if a tensor is cut into a number of parts.
+RANK_BLOCK_BYTES = 4 * 1024**2
+LEAST_BLOCK_BYTES = 128 * 1024  # a power of two
 
 _MOST = 2**63
 # Bytes of a tensor, where a length of 0 counts as 1: libraries count so, and some keep a few bits for themselves.
@@ -152,9 +160,6 @@ def _check_alias(name: str, spec: LeafSpec, alias: Alias, base: LeafSpec) -> Non
 
 
 # Writing: options, settings, results, and writes in two stages.
-
-# The unit of reading, writing, checksums and compression, in raw bytes.
-BLOCK_BYTES = 16 * 1024**2
 
 
 def thread_bytes(block_bytes: int, *, buffers: int) -> int:

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tensorkeep.state.leaf import Leaf
+from tensorkeep.state.leaf import Bytes, Leaf
 from tensorkeep.storage.buffers import BufferPool, round_up
-from tensorkeep.storage.direct_io import Bytes
 
 Box = tuple[slice, ...]
 

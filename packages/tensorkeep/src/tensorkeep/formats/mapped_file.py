@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from tensorkeep.errors import StoreError
 from tensorkeep.machine import libc, memory_file
+from tensorkeep.state.leaf import Bytes
 from tensorkeep.storage import parallel
 from tensorkeep.storage.base import SourceFile
-from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.store_requests import SMALL_REQUESTS
 from tensorkeep.storage.system_errors import close, store_errors
 

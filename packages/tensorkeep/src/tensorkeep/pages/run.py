@@ -19,9 +19,9 @@ from tensorkeep.pages.elements import ReportTable, TableEntry
 from tensorkeep.pages.page import Column, Findings, HeatMap, PageSubject, drawn_table, heat_map, show_page, title_of
 from tensorkeep.pages.statistics import read_ranges
 from tensorkeep.paths import as_path
+from tensorkeep.state.leaf import Bytes
 from tensorkeep.storage import first_bytes
 from tensorkeep.storage.buffers import DEFAULT_BUDGET, BufferPool
-from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import Meter, Progress
 from tensorkeep.units import counted, format_bytes, format_moment, format_seconds
 

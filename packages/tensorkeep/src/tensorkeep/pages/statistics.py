@@ -14,9 +14,9 @@ import numpy.typing as npt
 from tensorkeep.checkpoint.ranges import Range, grouped, reading_threads
 from tensorkeep.formats.base import BLOCK_BYTES, Reader, StoredLeaf
 from tensorkeep.state.dtypes import DType
+from tensorkeep.state.leaf import Bytes
 from tensorkeep.storage import parallel
 from tensorkeep.storage.buffers import BufferPool
-from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import Meter, Progress
 from tensorkeep.units import format_bytes
 

@@ -23,13 +23,12 @@ from tensorkeep.formats.native.writer import ShardedWrite
 from tensorkeep.paths import absolute, as_path
 from tensorkeep.ranks.group import GroupCoordinator
 from tensorkeep.state.dtypes import BY_NAME, DType
-from tensorkeep.state.leaf import LEAF_KINDS, Leaf
+from tensorkeep.state.leaf import LEAF_KINDS, Bytes, Leaf
 from tensorkeep.state.sharded import ShardedLeaf, TensorShard, shards_of
 from tensorkeep.state.skeleton import decode_bytes
 from tensorkeep.state.tree import Flat, child_nodes, node_key_text, node_tag, with_children
 from tensorkeep.storage import storage_of
 from tensorkeep.storage.base import PendingCommit
-from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import Cancelled
 
 PREPARING = "preparing to save"

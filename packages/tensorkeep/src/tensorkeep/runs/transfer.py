@@ -18,10 +18,10 @@ from tensorkeep.formats.native.directory import commit_to
 from tensorkeep.formats.native.manifest import REFERENCES, FileRecord, Manifest, Root
 from tensorkeep.formats.native.reader import OpenFiles
 from tensorkeep.paths import StorePath
+from tensorkeep.state.leaf import Bytes
 from tensorkeep.storage import open_directory, store_requests
 from tensorkeep.storage.base import SourceFile
 from tensorkeep.storage.buffers import ALIGNMENT, MINIMUM_BUDGET, BufferPool, round_up
-from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.local import LocalDirectory
 from tensorkeep.storage.object_store import Upload, part_bytes
 from tensorkeep.storage.parallel import Cancellation, Meter

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Strided memory as a stream of elements in C order. A range is split by recursion over the leading dimension (the end
 # of a row, whole rows, the start of a row), so that gathering needs extra memory for the range, not for the array.
 
+# A one-dimensional, contiguous array of bytes.
 Bytes = npt.NDArray[np.uint8]
 # A ``torch.Tensor`` or a ``numpy.ndarray``.
 Array = Any

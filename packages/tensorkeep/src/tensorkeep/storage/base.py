@@ -16,8 +16,9 @@ import numpy as np
 
 from tensorkeep.closing import Closing
 from tensorkeep.errors import DestinationExistsError, UnsupportedError
+from tensorkeep.state.leaf import Bytes
 from tensorkeep.storage.buffers import Buffer, BufferPool
-from tensorkeep.storage.direct_io import Bytes, OutputOptions
+from tensorkeep.storage.direct_io import OutputOptions
 from tensorkeep.storage.parallel import Cancellation
 
 MANIFEST_NAME = "manifest.json"

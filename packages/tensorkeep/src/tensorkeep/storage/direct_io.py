@@ -9,17 +9,14 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 import numpy as np
-import numpy.typing as npt
 
 from tensorkeep.errors import StoreError
+from tensorkeep.state.leaf import Bytes
 from tensorkeep.storage.buffers import ALIGNMENT, Buffer, round_down
 from tensorkeep.storage.parallel import ForkSafeSemaphore, default_threads
 from tensorkeep.storage.system_errors import close, store_error, store_errors
 
 logger = logging.getLogger(__name__)
-# A one-dimensional, contiguous array of bytes.
-Bytes = npt.NDArray[np.uint8]
-
 
 # Limits the transfers that run at once to half the threads. Threads that wait for one disk synchronise: all transfer,
 # then all copy, hash or code while the disk is idle. With the limit, one half transfers while the other half computes.

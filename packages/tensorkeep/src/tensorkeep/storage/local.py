@@ -13,10 +13,11 @@ import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, NotFoundError, StoreError
 from tensorkeep.machine import libc
+from tensorkeep.state.leaf import Bytes
 from tensorkeep.storage.base import CommitOptions, Directory, OutputFile, PendingCommit, SourceFile, Storage
 from tensorkeep.storage.buffers import ALIGNMENT, BufferPool, round_down, round_up
 from tensorkeep.storage.commit import Commit
-from tensorkeep.storage.direct_io import Bytes, DirectFile, OutputOptions, transfers, write_small
+from tensorkeep.storage.direct_io import DirectFile, OutputOptions, transfers, write_small
 from tensorkeep.storage.parallel import Cancellation
 from tensorkeep.storage.system_errors import close, store_error
 

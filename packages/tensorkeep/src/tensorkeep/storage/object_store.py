@@ -16,6 +16,7 @@ import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, NotFoundError, StoreError, TensorkeepError, UnsupportedError
 from tensorkeep.paths import StorePath, check_url
+from tensorkeep.state.leaf import Bytes
 from tensorkeep.storage import store_requests
 from tensorkeep.storage.base import (
     MANIFEST_NAME,
@@ -28,7 +29,7 @@ from tensorkeep.storage.base import (
     Storage,
 )
 from tensorkeep.storage.buffers import Buffer, BufferPool, round_up
-from tensorkeep.storage.direct_io import Bytes, OutputOptions
+from tensorkeep.storage.direct_io import OutputOptions
 from tensorkeep.storage.parallel import POLL_SECONDS, Cancellation, Cancelled, start_thread
 from tensorkeep.storage.store_commit import StoreCommit, save_of
 

@@ -40,9 +40,8 @@ from tensorkeep.formats.base import (
 )
 from tensorkeep.state.aliases import make_view
 from tensorkeep.state.dtypes import BY_NAME, DType
-from tensorkeep.state.leaf import Leaf, LeafKind, allocate
+from tensorkeep.state.leaf import Bytes, Leaf, LeafKind, allocate
 from tensorkeep.state.tree import flatten, leaf_specs, unflatten
-from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference, same
 

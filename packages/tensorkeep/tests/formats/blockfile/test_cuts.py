@@ -6,7 +6,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorkeep.formats.blockfile.plan import LEAST_BYTES, RAW_GRID, Grid, TensorBox
+from tensorkeep.formats.base import LEAST_BLOCK_BYTES
+from tensorkeep.formats.blockfile.plan import RAW_GRID, Grid, TensorBox
 
 
 def cuts_in_rows(offsets, sizes, whole, itemsize, grid_bytes) -> set[int]:
@@ -55,5 +56,5 @@ def test_boxes_of_any_size_have_limits() -> None:
     assert Grid(16).block_count(TensorBox((2**62, 3), (1, 0), (2**62 - 1, 3), 1)) > 2**58
     assert Grid(4096).rows_per_block((5, 10**9), 4) == 1
     assert Grid(4096).rows_per_block((5, 0), 4) == 4096
-    for mib, expected in ((1, LEAST_BYTES), (20, 256 * 1024), (100, 1024**2), (5000, 4 * 1024**2)):
+    for mib, expected in ((1, LEAST_BLOCK_BYTES), (20, 256 * 1024), (100, 1024**2), (5000, 4 * 1024**2)):
         assert RAW_GRID.bytes_between_cuts((mib, 1024**2), 1) == expected, mib

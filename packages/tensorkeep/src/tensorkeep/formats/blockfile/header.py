@@ -10,16 +10,8 @@ import msgspec
 
 from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
-from tensorkeep.formats.base import BLOCK_BYTES, Structure
-from tensorkeep.formats.blockfile.plan import (
-    MAX_BLOCK_BYTES,
-    Block,
-    BlockKey,
-    BlockRecord,
-    FilePlan,
-    LeafInFile,
-    blocks_of,
-)
+from tensorkeep.formats.base import BLOCK_BYTES, MAX_BLOCK_BYTES, Structure
+from tensorkeep.formats.blockfile.plan import Block, BlockKey, BlockRecord, FilePlan, LeafInFile, blocks_of
 from tensorkeep.formats.decoding import MAX_HEADER_BYTES, decode_json_object, decoding
 from tensorkeep.state.dtypes import BY_NAME, BY_SAFETENSORS, DType
 from tensorkeep.state.leaf import MOST_DIMENSIONS

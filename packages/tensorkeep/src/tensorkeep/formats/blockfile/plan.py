@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from tensorkeep.errors import UsageError
-from tensorkeep.formats.base import BLOCK_BYTES, FormatOptions, PartKey, Structure
+from tensorkeep.formats.base import BLOCK_BYTES, LEAST_BLOCK_BYTES, RANK_BLOCK_BYTES, FormatOptions, PartKey, Structure
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.names import part_file_stems
 from tensorkeep.state.sharded import TensorShard
@@ -24,7 +24,6 @@ FRAMEWORK = "pt"
 # The suffix of files with compressed tensors: other tools would read the compressed bytes as weights.
 CODED_SUFFIX = ".tensorkeep"
 DEFAULT_SHARD_BYTES = 4 * 1024**3
-MAX_BLOCK_BYTES = 64 * 1024**2
 
 
 class BlockFileOptions(FormatOptions, frozen=True):
@@ -215,10 +214,6 @@ class ByteCuts(NamedTuple):
         return prod(one) == prod(other)
 
 
-# The least bytes between two cuts of a tensor that is cut into parts; a power of two.
-LEAST_BYTES = 128 * 1024
-
-
 class Grid(NamedTuple):
     """Cuts at rows of the full tensor, so that any number of ranks cuts its boxes at the same rows.
 
@@ -231,7 +226,7 @@ class Grid(NamedTuple):
     def bytes_between_cuts(self, full: Sequence[int], itemsize: int) -> int:
         """Return the bytes of a tensor of this shape between two cuts."""
         part = -(-prod(full) * itemsize // self.parts)
-        return min(self.most_bytes, max(LEAST_BYTES, 1 << max(0, part - 1).bit_length()))
+        return min(self.most_bytes, max(LEAST_BLOCK_BYTES, 1 << max(0, part - 1).bit_length()))
 
     def rows_per_block(self, full: Sequence[int], itemsize: int) -> int:
         """Return the number of rows (indices of dimension 0) between two cuts of a tensor of this shape; at least 1."""
@@ -292,9 +287,9 @@ Cuts = ByteCuts | Grid
 
 # A rank that reads other rows than were written reads up to two blocks too many for each box. With fine cuts, a rank
 # that reads one of eight shards of a tensor reads little more than its own bytes.
-RAW_GRID = Grid(4 * 1024**2, parts=128)
+RAW_GRID = Grid(RANK_BLOCK_BYTES, parts=128)
 # Smaller blocks take twice the time to code.
-CODED_GRID = Grid(4 * 1024**2)
+CODED_GRID = Grid(RANK_BLOCK_BYTES)
 
 
 def plan_shards(

@@ -14,9 +14,9 @@ from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.base import BLOCK_BYTES, Reader, StoredLeaf
 from tensorkeep.formats.checksummed_json import digest, is_wide, new_hasher
 from tensorkeep.state.dtypes import DType
+from tensorkeep.state.leaf import Bytes
 from tensorkeep.storage.base import SourceFile
 from tensorkeep.storage.buffers import ALIGNMENT, BufferPool, round_up
-from tensorkeep.storage.direct_io import Bytes
 
 # Bytes that are hashed right after they were read, while they are still in the core's cache.
 _HASH_BYTES = 1024**2

@@ -20,11 +20,10 @@ from tensorkeep.formats.blockfile import header
 from tensorkeep.formats.blockfile.header import METADATA_KEY, Description, describe, describe_longest
 from tensorkeep.formats.blockfile.plan import Block, BlockKey, BlockRecord, FilePlan, tasks_of
 from tensorkeep.formats.checksummed_json import digest
-from tensorkeep.state.leaf import side_stream
+from tensorkeep.state.leaf import Bytes, side_stream
 from tensorkeep.storage import parallel, storage_of
 from tensorkeep.storage.base import OutputFile
 from tensorkeep.storage.buffers import ALIGNMENT, Buffer, BufferPool, aligned_copy, round_down, round_up
-from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import Cancellation, Meter, Order, Pace
 from tensorkeep.storage.store_commit import object_name
 

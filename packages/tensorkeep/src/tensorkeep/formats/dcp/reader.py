@@ -25,12 +25,11 @@ from tensorkeep.formats.torch_file.pickles import Call, Global, Pairs, decode, n
 from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, Unpickled, count_values, load_untrusted
 from tensorkeep.placeholder import Placeholder
 from tensorkeep.state.dtypes import BY_NAME, DType
-from tensorkeep.state.leaf import MOST_DIMENSIONS, Leaf, allocate
+from tensorkeep.state.leaf import MOST_DIMENSIONS, Bytes, Leaf, allocate
 from tensorkeep.state.skeleton import ReplacingWriter
 from tensorkeep.state.tree import Flat, flatten, state_leaves
 from tensorkeep.storage import names_in, read_directory
 from tensorkeep.storage.base import Directory
-from tensorkeep.storage.direct_io import Bytes
 
 if TYPE_CHECKING:
     import torch

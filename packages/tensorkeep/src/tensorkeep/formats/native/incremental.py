@@ -28,10 +28,9 @@ from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.manifest import BaseRecord, BlockLocation, FileRecord, Root, renumbered
 from tensorkeep.formats.native.reader import OpenFiles, located
 from tensorkeep.paths import StorePath, absolute, as_path
-from tensorkeep.state.leaf import Source
+from tensorkeep.state.leaf import Bytes, Source
 from tensorkeep.storage import storage_of
 from tensorkeep.storage.buffers import round_up
-from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.system_errors import close, store_errors
 
 # A file is shared again only if at least this fraction of its bytes is still in use. Otherwise its blocks are written

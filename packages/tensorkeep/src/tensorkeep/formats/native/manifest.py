@@ -14,8 +14,8 @@ from msgspec import Meta
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from tensorkeep.formats import checksummed_json
-from tensorkeep.formats.base import AliasRecord, PartKey, StepRecord
-from tensorkeep.formats.blockfile.plan import MAX_BLOCK_BYTES, BlockRecord, ByteCuts, Cuts, Grid, TensorBox
+from tensorkeep.formats.base import MAX_BLOCK_BYTES, AliasRecord, PartKey, StepRecord
+from tensorkeep.formats.blockfile.plan import BlockRecord, ByteCuts, Cuts, Grid, TensorBox
 from tensorkeep.formats.boxes import find_flaw
 from tensorkeep.formats.checksummed_json import Body, Content
 from tensorkeep.formats.decoding import MAX_HEADER_BYTES, missing_as

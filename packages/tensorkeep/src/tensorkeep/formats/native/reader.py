@@ -32,11 +32,10 @@ from tensorkeep.formats.model_folder import add_unused
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.manifest import WIDE_DIGESTS, BlockLocation, FileRecord, Root, TensorDescription
 from tensorkeep.state.dtypes import BY_NAME
-from tensorkeep.state.leaf import Leaf
+from tensorkeep.state.leaf import Bytes, Leaf
 from tensorkeep.storage import read_directory, storage_of
 from tensorkeep.storage.base import Directory, SourceFile
 from tensorkeep.storage.buffers import BufferPool, round_up
-from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.system_errors import store_errors
 
 

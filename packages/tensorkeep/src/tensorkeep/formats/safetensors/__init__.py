@@ -21,12 +21,12 @@ from tensorkeep.formats.blockfile.read import BlockReader, StoredTensor, lay_out
 from tensorkeep.formats.decoding import MAX_HEADER_BYTES, decode_json_object
 from tensorkeep.formats.finding import check_not_other
 from tensorkeep.state.dtypes import BY_NAME
-from tensorkeep.state.leaf import Source
+from tensorkeep.state.leaf import Bytes, Source
 from tensorkeep.state.names import DEFAULT_PART, assign_names
 from tensorkeep.state.tree import Flat
 from tensorkeep.storage import file_mode, first_bytes, names_in, read_directory, storage_of
 from tensorkeep.storage.base import MANIFEST_NAME, Directory, SourceFile
-from tensorkeep.storage.direct_io import Bytes, write_small
+from tensorkeep.storage.direct_io import write_small
 from tensorkeep.storage.local import LocalDirectory
 from tensorkeep.storage.parallel import Cancellation, Meter, Pace
 from tensorkeep.storage.store_commit import save_of

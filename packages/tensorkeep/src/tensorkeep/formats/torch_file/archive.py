@@ -23,8 +23,8 @@ from tensorkeep.formats.mapped_file import MappedFile, stream_of
 from tensorkeep.formats.torch_file.pickles import Bounded, Global, Pairs, Recorder
 from tensorkeep.machine import available_bytes
 from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.state.leaf import Bytes
 from tensorkeep.storage import first_bytes, open_file
-from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.system_errors import store_error
 
 # The dtypes of storage classes in pickles.

@@ -17,12 +17,12 @@ from tensorkeep.formats.mapped_file import FetchedFile, FetchedParts, MappedFile
 from tensorkeep.formats.torch_file.archive import Archive, OldFile, StorageCheck, TorchZip, begins_like_pickle
 from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, count_values, load_untrusted
 from tensorkeep.state.aliases import Alias
+from tensorkeep.state.leaf import Bytes
 from tensorkeep.state.names import DEFAULT_PART
 from tensorkeep.state.skeleton import ReplacingWriter
 from tensorkeep.state.tree import Flat, flatten
 from tensorkeep.storage import file_mode, first_bytes, names_in, open_file, read_directory
 from tensorkeep.storage.base import Directory
-from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.units import counted
 
 _SUFFIX = ".bin"

@@ -15,8 +15,8 @@ from tensorkeep.formats.torch_file.archive import STORAGES, Archive
 from tensorkeep.formats.torch_file.pickles import Call, Global, Pairs, PersistentId, name_of
 from tensorkeep.placeholder import Placeholder
 from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.state.leaf import Bytes
 from tensorkeep.state.skeleton import MAX_DEPTH
-from tensorkeep.storage.direct_io import Bytes
 
 if TYPE_CHECKING:
     import torch

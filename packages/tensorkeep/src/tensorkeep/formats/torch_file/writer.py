@@ -20,12 +20,12 @@ from tensorkeep.closing import Closing
 from tensorkeep.errors import UnsupportedError, UnsupportedLeafError, first_line
 from tensorkeep.formats.base import BLOCK_BYTES, WriteResult, WriteSettings
 from tensorkeep.state.aliases import make_view
-from tensorkeep.state.leaf import Array, Leaf, Source, allocate, is_lazy
+from tensorkeep.state.leaf import Array, Bytes, Leaf, Source, allocate, is_lazy
 from tensorkeep.state.skeleton import LeafSpec
 from tensorkeep.state.tree import Flat, leaf_specs, unflatten
 from tensorkeep.storage import parallel
 from tensorkeep.storage.commit import Commit
-from tensorkeep.storage.direct_io import Bytes, DirectFile
+from tensorkeep.storage.direct_io import DirectFile
 from tensorkeep.storage.parallel import Cancellation, Meter
 
 if TYPE_CHECKING:
