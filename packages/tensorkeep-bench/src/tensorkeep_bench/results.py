@@ -25,8 +25,9 @@ SCHEMA = 1
 Status = Literal["ok", "planned", "gate", "failed", "timeout", "memory", "disk", "not-run"]
 Role = Literal["baseline", "control", "arm"]
 # The verdicts on an arm that was compared with the baseline often enough, on a state that is large enough.
-Judged = Literal["helps", "hurts", "about the same", "within noise"]
-Verdict = Literal["baseline", "control", Judged, "too few runs", "too small", "not run"]
+# `tensorkeep_bench.analysis.samples` has their rules. Earlier versions used "within noise" for "undecided" as well.
+Judged = Literal["helps", "hurts", "about the same", "within noise", "undecided"]
+Verdict = Literal["baseline", "control", Judged, "too few runs", "too small", "wrong result", "not compared", "not run"]
 ClaimVerdict = Literal["reproduced", "not reproduced", "confounded", "not run"]
 PlaceKind = Literal["arm", "control", "base", "full", "alone", "without", "step", "point", "combination"]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -97,13 +98,16 @@ class ArmStatistics(msgspec.Struct, frozen=True):
     gain: float | None = None  # how many times better than the baseline: geometric mean over the blocks
     gain_low: float | None = None
     gain_high: float | None = None
-    change_percent: float | None = None  # how much lower (of a rate: higher) the mean is than the baseline's
+    change_percent: float | None = (
+        None  # the gain as a percentage: how much lower (of a rate: higher) than the baseline
+    )
     p: float | None = None
     p_holm: float | None = None
     detectable: float | None = None  # the smallest gain that so many blocks would have shown
     # None for measures that are not primary.
     verdict: Verdict | None = None
     reason: str | None = None
+    blocks: int = 0  # that the gain was computed from
 
 
 class Noise(msgspec.Struct, frozen=True):

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from tensorkeep.ext import number
+from tensorkeep.ext import counted, number
+from tensorkeep_bench.results import ArmStatistics
 
 NOTHING = "-"
 
@@ -40,6 +41,12 @@ def interval(low: float | None, high: float | None) -> str:
 
 def interval_95(low: float | None, high: float | None) -> str:
     return "one block, no interval" if low is None or high is None else f"95% {interval(low, high)}"
+
+
+def verdict_words(found: ArmStatistics) -> str:
+    """Return ``helps``, ``undecided after 5 blocks`` or another verdict; ``no verdict`` without one."""
+    after = f" after {counted(found.blocks, 'block')}" if found.verdict == "undecided" else ""
+    return f"{found.verdict or 'no verdict'}{after}"
 
 
 def difference(ratio: float) -> str:

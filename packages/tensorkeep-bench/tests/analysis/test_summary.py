@@ -66,7 +66,7 @@ def test_statistics_by_hand() -> None:
     found = summarise(made)["arms"]["b"]["save"]
     # Per byte, a takes 0.04 and 0.09 and b 0.02 and 0.08: 2 and 9/8 times better.
     assert found["gain"] == pytest.approx(math.sqrt(2 * 9 / 8))
-    assert found["change_percent"] == pytest.approx((0.065 - 0.05) / 0.065 * 100)
+    assert found["change_percent"] == pytest.approx((1 - 1 / 1.5) * 100)
     assert (found["n"], found["mean"], found["median"], found["low"], found["high"]) == (2, 2.5, 2.5, 1.0, 4.0)
     assert (found["std"], found["per_byte"]) == pytest.approx((math.sqrt(4.5), 0.05))
     assert found["p"] == found["p_holm"]
@@ -132,7 +132,7 @@ def test_blocks_without_the_baseline_do_not_count() -> None:
     # Without any, nothing is compared.
     made = document(ARMS, replaced=[broken("torch", block, "memory", "128 GB needed") for block in range(5)])
     found = [summarise(made)["arms"]["fast"]["save"][key] for key in ("verdict", "n", "gain", "reason")]
-    assert found == ["not run", 5, None, "the baseline torch was not run: 128 GB needed"]
+    assert found == ["not compared", 5, None, "the baseline torch was not run: 128 GB needed"]
     for arm in made["arms"]:
         arm["role"] = "arm"
     assert summarise(made)["arms"]["fast"]["save"]["reason"] == "the experiment has no baseline to compare with"
@@ -151,7 +151,7 @@ def test_arms_that_did_not_run_or_failed_a_gate_have_the_reason_and_are_grouped_
     summary = summarise(document(ARMS, replaced=[broken("fast", 3, "gate", "tensor 'w' differs")]))
     reason = "the loaded state differs from the saved one, in 1 of 5 blocks: tensor 'w' differs"
     found = [summary["arms"]["fast"]["save"][key] for key in ("verdict", "gain", "reason")]
-    assert found == ["not run", None, reason]
+    assert found == ["wrong result", None, reason]
     assert "fast" not in {entry["arm"] for entry in summary["recommendations"]}
     assert texts(summary)[0] == "fast: the loaded state differs from the saved one in 1 of 5 blocks: tensor 'w' differs"
     reasons = {"small": "no GPU", "slow": "no GPU", "fast": "no compiler"}
@@ -172,7 +172,7 @@ def test_figures_that_are_nan_or_negative_or_of_a_failed_cell_do_not_count_and_z
             cell["figures"]["save"] = [math.nan, -1.0][cell["block"]]
     found = summarise(made)["arms"]["fast"]
     assert found["save"]["n"] == 3
-    assert [found["stored"][key] for key in ("n", "mean", "gain", "verdict")] == [5, 0.0, None, "not run"]
+    assert [found["stored"][key] for key in ("n", "mean", "gain", "verdict")] == [5, 0.0, None, "not compared"]
 
 
 # Warnings
@@ -208,7 +208,7 @@ def test_the_control_sets_the_noise_floor_and_may_allow_no_verdict() -> None:
     summary = with_control([1.15 + 0.001 * block for block in range(5)])
     found = summary["arms"]["b"]["save"]
     assert summary["noise"]["save"]["floor"] == found["detectable"] == pytest.approx(1.155, abs=0.01)
-    assert (found["verdict"], found["p_holm"]) == ("within noise", 0)
+    assert (found["verdict"], found["p_holm"]) == ("undecided", 0)
     assert any("differences below 15% are noise" in text for text in texts(summary))
     summary = with_control([1, 5])
     assert min(summary["noise"]["save"]["floor"], summary["noise"]["save"]["high"]) > 100
@@ -228,7 +228,7 @@ def test_the_control_sets_the_noise_floor_and_may_allow_no_verdict() -> None:
 def test_the_number_of_runs_that_would_suffice_is_computed() -> None:
     made = document({"a": truth(), "b": truth(0.85)}, runs=3, noise=0.08, control=None, seed=3)
     summary = summarise(made)
-    assert words(summary)["b"] == "within noise"
+    assert words(summary)["b"] == "undecided"
     assert 4 <= int(warning(summary, "durable save: 3 blocks cannot show")["remedy"].split()[1]) <= 60
     made = document({"a": truth(), "b": truth(0.85)}, runs=40, noise=0.08, seed=1)
     assert words(summarise(made))["b"] == "helps"
@@ -262,7 +262,7 @@ def test_every_warning_has_a_remedy_and_the_written_summary_can_be_read(tmp_path
     assert len(warnings) > 4 and all(warning["text"] and warning["remedy"] for warning in warnings)
     (tmp_path / "results.json").write_text(json.dumps({**made, "summary": summarise(made)}))
     found = read_results(tmp_path)
-    assert (found.statistics("small", "save").verdict, len(found.summary.warnings)) == ("within noise", len(warnings))
+    assert (found.statistics("small", "save").verdict, len(found.summary.warnings)) == ("undecided", len(warnings))
 
 
 # Recommendations
@@ -283,7 +283,7 @@ def test_arms_that_help_are_recommended() -> None:
     assert saving["text"] == f"on this machine, saving: fast, {gain}, 1.00 of the bytes"
     assert saving["settings"] == {"tool": "tensorkeep"}
     assert summary["recommendations"][2]["text"] == "on this machine, size: small, 0.660 of the bytes of torch"
-    all_round = r"on this machine, all round: fast; .*; small is better in some and worse in others"
+    all_round = r"on this machine, all round: fast; .*; the gains of small are larger in some and smaller in others"
     assert re.fullmatch(all_round, summary["recommendations"][3]["text"])
 
 
@@ -309,7 +309,7 @@ def test_a_recommendation_names_what_becomes_worse_failures_and_arms_that_are_cl
     # Arms that are not clearly behind the best one.
     summary = summarise(document({"torch": truth(), "b": truth(0.300), "c": truth(0.301), "d": truth(0.5)}))
     text = summary["recommendations"][0]["text"]
-    assert "not clearly behind" in text and " d " not in text
+    assert "5 blocks do not decide whether it is better than c" in text and " d " not in text
     # First loads count all round, too.
     made = document({"torch": truth(load_first=1.0), "fast": truth(0.5, load_first=2.0)})
     made["measures"] = [*MEASURES, {**MEASURES[0], "name": "load_first", "label": "first load"}]
@@ -359,8 +359,11 @@ def test_a_small_state_has_no_verdict_and_no_recommendation() -> None:
     summary = summarise(made)
     assert words(summary) == {**EXPECTED, **dict.fromkeys(ARMS.keys() - {"torch"}, "too small")}
     assert (summary["recommendations"], summary["warnings"]) == ([], [])
-    [only] = headlines(results({**made, "summary": summary}))
+    [only, size] = headlines(results({**made, "summary": summary}))
     assert only.startswith("A state of 525 kB is too small to time")
+    # Bytes are exact at any size.
+    assert words(summary, "stored")["small"] == "helps"
+    assert size.startswith("Bytes on disk: small is 1.52x smaller than torch")
 
 
 def test_a_technique_within_noise_is_not_recommended() -> None:

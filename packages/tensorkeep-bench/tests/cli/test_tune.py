@@ -55,13 +55,13 @@ def stage(seconds: Mapping[Setting, list[float]]) -> TuningStage:
         ([1.0] * 6, [0.9] * 6, "faster"),
         ([1.0] * 5, [0.5, 0.51, 0.5, 0.52, 0.5], "faster"),
         ([1.0] * 4, [0.5] * 4, "too few rounds"),
-        ([1.0] * 6, [0.97] * 6, "within noise"),
-        ([1.0] * 6, [0.5, 0.5, 0.5, 0.5, 0.5, 3.0], "within noise"),
+        ([1.0] * 6, [0.97] * 6, "about the same"),
+        ([1.0] * 6, [0.5, 0.5, 0.5, 0.5, 0.5, 3.0], "undecided"),
         ([1.0] * 10, [0.5] * 9 + [1.1], "faster"),
-        ([1.0] * 10, [0.5] * 6 + [1.1, 1.2, 1.2, 1.9], "within noise"),
+        ([1.0] * 10, [0.5] * 6 + [1.1, 1.2, 1.2, 1.9], "undecided"),
         ([1.0] * 6, [1.2] * 6, "slower"),
         # A drift that affects both settings equally is not a difference.
-        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.01, 1.98, 3.03, 3.96, 5.05, 5.94], "within noise"),
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.01, 1.98, 3.03, 3.96, 5.05, 5.94], "about the same"),
     ],
 )
 def test_verdict_needs_a_difference_beyond_the_noise(first: list[float], other: list[float], verdict: str) -> None:
@@ -70,7 +70,7 @@ def test_verdict_needs_a_difference_beyond_the_noise(first: list[float], other: 
     assert measured.winner() == (B if verdict == "faster" else A)
     # The first setting is called the default only if it is.
     second = stage({B: [1.0] * 8, Setting("lossless", 1, True): [1.0] * 8})
-    assert [second.row(setting)["verdict"] for setting in second.settings] == ["first", "within noise"]
+    assert [second.row(setting)["verdict"] for setting in second.settings] == ["first", "about the same"]
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.exhaustive)])
@@ -97,7 +97,7 @@ def test_fastest_of_several_wins_and_its_differences_are_written() -> None:
     assert tuned.sentence() == f"Save with {C.name}: 2.00x as fast as {A.name} (95% 2.00 to 2.00)."
     # The default is kept with a reason.
     noise = stage({A: [1.0] * 8, B: [0.99] * 8})
-    assert "no other setting is faster beyond the noise" in TunedSave("a state", 1000, (noise,)).sentence()
+    assert "no other setting is shown to be faster" in TunedSave("a state", 1000, (noise,)).sentence()
     # Only differences from the default are written.
     assert A.table() == {"compression": "none"}
     many = Setting("lossless", 32, direct_io=False)
@@ -225,7 +225,12 @@ def test_json_holds_the_figures_and_a_dry_run_writes_nothing(tmp_path: Path, qui
     assert document["recommendation"]["settings"] == {"compression": "lossless"}
     assert tomllib.loads(document["text"])["save"] == {"compression": "lossless"}
     assert not document["written"]
-    assert [arm["verdict"] for arm in document["stages"][0]["arms"]] == ["default", "faster", "slower", "within noise"]
+    assert [arm["verdict"] for arm in document["stages"][0]["arms"]] == [
+        "default",
+        "faster",
+        "slower",
+        "about the same",
+    ]
     assert len(document["stages"][0]["samples"]["cells"]) == 9 * 4
     assert names_in(tmp_path) == []
 
@@ -299,13 +304,13 @@ def test_loading_is_untimed_and_too_short_a_time_names_a_sufficient_one(tmp_path
     assert (len(first.settings), first.rounds.blocks) == (4, 9)
     assert second.rounds.blocks == int(5.0 / (0.125 * len(second.settings))) - 1
     assert slow.now - begin <= 1010.0
-    assert "no other setting is faster" in TunedSave("a state", 1, (first, second)).sentence()
+    assert "no other setting is shown to be faster" in TunedSave("a state", 1, (first, second)).sentence()
     # Too short a time names a sufficient one.
     tuned = tune(tmp_path, seconds=2.0, source=tmp_path / "own")
     assert "too few rounds" in tuned.sentence()
     enough = int(tuned.sentence().split("--seconds ")[1].split()[0])
     again = tune(tmp_path, seconds=enough, source=tmp_path / "own")
-    assert "no other setting is faster" in again.sentence()
+    assert "no other setting is shown to be faster" in again.sentence()
 
 
 def test_a_random_state_allows_enough_rounds(tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ def test_missing_packages_are_named(run: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_claims_are_printed_one_below_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command.report(documents.write(documents.with_claims(), tmp_path), tables_only=True)
+    command.print_tables(documents.read(documents.with_claims(), tmp_path))
     lines = capsys.readouterr().out.splitlines()
     place = lines.index("  5  gzip alone costs 1.8%: confounded")
     reason = "    reason     the arm without a compressor was compressed with Blosc"

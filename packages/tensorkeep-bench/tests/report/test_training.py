@@ -83,7 +83,7 @@ def test_arms_that_took_turns_share_what_they_show_of_the_noise() -> None:
                 turns = {"turns": {cell.SPEED: [(speed, 100.0)]}}
                 one.update({"figures": {cell.SPEED: speed}} if kind == "whole runs" else turns)
         found[kind] = {name: each[cell.SPEED] for name, each in summarise(results)["arms"].items()}
-    assert [found[kind]["fast"]["verdict"] for kind in ("whole runs", "turns")] == ["within noise", "helps"]
+    assert [found[kind]["fast"]["verdict"] for kind in ("whole runs", "turns")] == ["undecided", "helps"]
     assert {each["verdict"] for name, each in found["turns"].items() if name.startswith("same")} == {"about the same"}
     assert found["turns"]["fast"]["detectable"] == pytest.approx(1.05)
     assert found["whole runs"]["fast"]["detectable"] > 1.1

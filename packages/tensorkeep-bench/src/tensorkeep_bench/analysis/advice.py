@@ -10,7 +10,7 @@ from tensorkeep.ext import counted, format_bytes, format_seconds, number
 from tensorkeep_bench.analysis.samples import Samples, threshold, too_small
 from tensorkeep_bench.results import Arm, Caution, Judged, Measure, Recommendation, Results
 from tensorkeep_bench.statistics import blocks_needed
-from tensorkeep_bench.wording import difference, gain, gate_words, interval, interval_95, listed
+from tensorkeep_bench.wording import difference, gain, gate_words, interval, interval_95, listed, verdict_words
 
 _SYNCING = ("sync", "fsync", "durable")
 _LOADS = ("load_cold", "load_warm")
@@ -113,13 +113,16 @@ def _gain_text(samples: Samples, arm: Arm, measure: Measure) -> str:
 
 
 def _peers(samples: Samples, ranked: Sequence[Arm], measure: Measure) -> str:
-    level = []
+    level, best = [], samples.statistics(ranked[0], measure)
     for other in ranked[1:]:
-        against = samples.compare(ranked[0].name, other.name, measure)
-        # Not clearly slower: the interval against the best reaches 1.
-        if against is not None and (against.low is None or against.low <= 1):
+        against, found = samples.compare(ranked[0].name, other.name, measure), samples.statistics(other, measure)
+        # The interval against the best reaches 1, and the two intervals against the baseline, which the report shows,
+        # overlap: where they do not, a reader sees which one is better.
+        overlapping = (found.gain_high or 0.0) >= (best.gain_low or 0.0)
+        if against is not None and (against.low is None or against.low <= 1) and overlapping:
             level.append(other.name)
-    return f"; {listed(level)} {'is' if len(level) == 1 else 'are'} not clearly behind" if level else ""
+    after = counted(samples.results.blocks, "block")
+    return f"; {after} do not decide whether it is better than {listed(level)}" if level else ""
 
 
 def _worse(samples: Samples, arm: Arm) -> str:
@@ -148,7 +151,7 @@ def _all_round(samples: Samples, judged: Mapping[str, Measure]) -> Recommendatio
         helping = any(samples.statistics(arm, one).verdict == "helps" for arm in _sound(samples) for one in measures)
         text = f"no arm is shown to be better than {samples.baseline}"
         if helping:
-            text = f"no arm improves one of {listed(list(judged))} without making another worse"
+            text = f"no arm is shown to improve one of {listed(list(judged))} without making another worse"
         return Recommendation("all", f"on this machine, all round: {text}")
     front = list(_front(samples, sound, measures))
     # The front alone does not choose: its arms are each better in something.
@@ -157,7 +160,7 @@ def _all_round(samples: Samples, judged: Mapping[str, Measure]) -> Recommendatio
     text = f"on this machine, all round: {best.name}; {'; '.join(parts)}{_failures(samples, best)}"
     others = [arm.name for arm in front if arm is not best]
     if others:
-        text += f"; {listed(others)} {'is' if len(others) == 1 else 'are'} better in some and worse in others"
+        text += f"; the gains of {listed(others)} are larger in some and smaller in others"
     return Recommendation("all", text, best.name, best.settings)
 
 
@@ -182,8 +185,9 @@ def _part(samples: Samples, arm: Arm, measure: Measure) -> str:
     verdict = samples.statistics(arm, measure).verdict
     if verdict == "about the same":
         return f"about the same as {samples.baseline}"
-    if verdict == "within noise":
-        return f"no difference from {samples.baseline} is shown"
+    if verdict in ("within noise", "undecided"):
+        found = samples.statistics(arm, measure)
+        return f"{verdict_words(found)} ({interval_95(found.gain_low, found.gain_high)})"
     return _gain_text(samples, arm, measure)
 
 
@@ -370,8 +374,8 @@ def _too_few(samples: Samples) -> Iterator[Caution]:
         if single:
             yield Caution(f"{measure.label}: one block gives no verdict on {listed(single)}", "--runs 5")
         # The number of tests, which the adjustment for many tests depends on.
-        tests = sum(verdict in ("helps", "hurts", "within noise") for verdict in verdicts.values())
-        unsure = [name for name, verdict in verdicts.items() if verdict == "within noise"]
+        tests = sum(verdict in get_args(Judged) for verdict in verdicts.values())
+        unsure = [name for name, verdict in verdicts.items() if verdict in ("within noise", "undecided")]
         yield from _undecided(samples, measure, unsure, tests)
 
 

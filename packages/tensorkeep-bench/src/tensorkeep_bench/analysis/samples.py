@@ -17,7 +17,7 @@ SMALLEST_STATE = 256_000_000
 
 TOO_SMALL = (
     "a state of {} is too small to time: opening files, caches and the first use of memory dominate, so no tool is "
-    "called better or worse, and none is recommended; 256 MB is enough: --model openllama-3b:scale=0.1 has 700 MB"
+    "called faster or slower, and none is recommended; 256 MB is enough: --model openllama-3b:scale=0.1 has 700 MB"
 )
 
 
@@ -142,33 +142,44 @@ def noise_of(controls: Sequence[Comparison]) -> Noise | None:
     return Noise(min(lows), max(highs), max(1 / min(lows), max(highs), 1.0), min(blocks))
 
 
+# The verdicts that `judge` gives, and their rules; {least} is the smallest difference that is worth a verdict.
+RULES: dict[Verdict, str] = {
+    "helps": "the whole interval is above 1, adjusted p is below 0.05, and the gain exceeds {least} and the control's",
+    "hurts": "the whole interval is below 1, adjusted p is below 0.05, and the loss exceeds {least} and the control's",
+    "about the same": "the whole interval, like the control's (A/A), lies within {least} of 1",
+    "within noise": "the interval includes 1 and lies within the differences that the control (A/A) shows",
+    "undecided": "no other rule holds after so many blocks; more blocks may decide",
+    "too few runs": "one block has no interval",
+}
+
+
 def judge(
     comparison: Comparison, p_holm: float | None, noise: Noise | None, least: float = PRACTICAL
 ) -> tuple[Verdict, str]:
-    """Return the verdict on an arm that was compared with the baseline, and a sentence that explains it."""
+    """Return the verdict on an arm that was compared with the baseline, by `RULES`, and the figures that decided."""
     low, high = comparison.low, comparison.high
     if p_holm is None or low is None or high is None:
         return "too few runs", f"{counted(comparison.n, 'block')} cannot separate a difference from noise"
-    # Three things must agree: the test, adjusted for all arms of the measure; the interval, which must lie on one side
-    # of 1; and the A/A control, which shows the noise. The gain must also exceed ``least``.
-    p = f"adjusted p {p_holm:.2g}" if p_holm >= 0.0001 else "adjusted p below 0.0001"
-    # Narrow enough to exclude any difference that matters, which is more than "not shown".
-    if (noise is None or noise.floor <= least) and 1 / least < low and high < least:
-        return "about the same", f"any difference is below {difference(max(high, 1 / low))}: {interval_95(low, high)}"
-    if p_holm >= LEVEL or low <= 1 <= high:
-        return "within noise", f"no difference is shown: {interval_95(low, high)}, {p}"
+    floor = noise.floor if noise is not None else 1.0
+    shown = interval_95(low, high)
+    if floor <= least and 1 / least < low and high < least:
+        return "about the same", f"any difference is below {difference(max(high, 1 / low))}: {shown}"
     size = math.exp(abs(math.log(comparison.gain)))
-    # A control that is the same in every run has no noise to mention.
-    noisy = noise if noise is not None and noise.floor > SMALLEST else None
-    if noisy is not None and size <= noisy.floor:
-        reason = f"the difference, {difference(size)}, does not exceed the A/A control's: {difference(noisy.floor)}"
-        return "within noise", reason
+    control = f"the A/A control's: {difference(floor)}"
+    if low <= 1 <= high:
+        if noise is not None and 1 / floor <= low and high <= floor:
+            return "within noise", f"{shown} includes 1, and any difference is below {control}"
+        return "undecided", f"{shown} includes 1 and a difference of {difference(max(high, 1 / low))}"
+    # From here on, the interval shows a difference; the test and the control must agree.
+    p = f"adjusted p {p_holm:.2g}" if p_holm >= 0.0001 else "adjusted p below 0.0001"
+    if p_holm >= LEVEL:
+        return "undecided", f"{shown} excludes 1, but {p} is not below {LEVEL:g}: one of many arms may differ by chance"
+    if floor > SMALLEST and size <= floor:
+        return "undecided", f"{shown} excludes 1, but the gain, {difference(size)}, does not exceed {control}"
     if size <= least:
-        return (
-            "about the same",
-            f"the difference, {difference(size)}, is too small to matter: below {difference(least)}",
-        )
-    beyond = f", beyond the noise of {difference(noisy.floor)}" if noisy else ""
+        return "undecided", f"{shown} excludes 1, but not that the difference is below {difference(least)}"
+    # A control that is the same in every run has no noise to mention.
+    beyond = f", more than {control}" if floor > SMALLEST else ""
     if comparison.gain > 1:
-        return "helps", f"{number(size)} times better ({interval_95(low, high)}, {p}){beyond}"
+        return "helps", f"{number(size)} times better ({shown}, {p}){beyond}"
     return "hurts", f"{number(size)} times worse ({interval_95(1 / high, 1 / low)}, {p}){beyond}"

@@ -82,7 +82,7 @@ def _statistics(
         verdict = _unjudged(samples, arm, measure) or (
             judge(found, p_holm, noise, threshold(measure))
             if found
-            else ("not run", _why_not_compared(samples, measure))
+            else ("not compared", _why_not_compared(samples, measure))
         )
     return ArmStatistics(
         **(asdict(describe(raw)) if raw else {}),
@@ -90,12 +90,13 @@ def _statistics(
         gain=found and found.gain,
         gain_low=found and found.low,
         gain_high=found and found.high,
-        change_percent=_change_percent(samples, arm, measure, found) if found else None,
+        change_percent=_change_percent(measure, found.gain) if found else None,
         p=_p_value(found),
         p_holm=p_holm,
         detectable=_detectable(found, len(adjusted), noise, threshold(measure)) if found else None,
         verdict=verdict[0],
         reason=verdict[1],
+        blocks=found.n if found else 0,
     )
 
 
@@ -107,28 +108,23 @@ def _detectable(comparison: Comparison, tests: int, noise: Noise | None, least: 
     return None if by_test is None else max(by_test, least, noise.floor if noise else 1.0)
 
 
-def _change_percent(samples: Samples, arm: Arm, measure: Measure, found: Comparison) -> float | None:
-    # The mean of another process at another time does not belong to these turns, so the change follows from the gain.
-    if samples.in_turns(arm.name, measure):
-        return (found.gain - 1) * 100 if measure.better == "higher" else (1 - 1 / found.gain) * 100
-    own = list(samples.per_byte(arm.name, measure).values())
-    base = list(samples.per_byte(samples.baseline or "", measure).values())
-    if not own or not base or (before := describe(base).mean) == 0:
-        return None
-    change = (before - describe(own).mean) / before * 100
-    return -change if measure.better == "higher" else change
+def _change_percent(measure: Measure, gain: float) -> float:
+    # Not from the means: one slow block would move them to the other side of the gain and its interval.
+    return (gain - 1) * 100 if measure.better == "higher" else (1 - 1 / gain) * 100
 
 
 def _unjudged(samples: Samples, arm: Arm, measure: Measure) -> tuple[Verdict, str] | None:
-    """Return verdict and reason of an arm that did not run or is not an alternative; None if it is judged."""
+    """Return verdict and reason of an arm without figures, or that is not an alternative; None if it is judged."""
     why_not = _why_not_run(samples, arm.name, measure)
     if why_not is not None:
-        return "not run", why_not
+        # A wrong result was run, and some of its cells may have figures.
+        return "wrong result" if samples.failed_gate(arm.name) else "not run", why_not
     if arm.role == "baseline":
         return "baseline", "the others are compared with it"
     if arm.role == "control":
         return "control", f"{samples.baseline} measured again: any difference is noise"
-    if too_small(samples.results):
+    # Bytes are the same in every run, so a state of any size shows them.
+    if too_small(samples.results) and measure.unit == "s":
         return "too small", f"states below {format_bytes(SMALLEST_STATE)} are too small to time"
     return None
 

@@ -8,6 +8,7 @@ import msgspec
 from tensorkeep.ext.cli import DEFAULT, Output, Switch, Table, print_lines
 from tensorkeep.ext.pages import ReportTable, check_page
 from tensorkeep_bench.analysis.samples import too_small
+from tensorkeep_bench.analysis.summary import summarise
 from tensorkeep_bench.report import sentences, tables
 from tensorkeep_bench.results import Results, read_results
 from tensorkeep_bench.wording import capitalised
@@ -45,6 +46,8 @@ def report(
         Print the tables, and write nothing.
     """
     found = read_results(results)
+    # An earlier version may have written the file: the samples are the same, the rules of verdicts are those of today.
+    found = msgspec.structs.replace(found, summary=summarise(found))
     folder = results if results.is_dir() else results.parent
     if tables_only:
         output.show(_document(found, []), lambda: print_tables(found))
@@ -92,6 +95,8 @@ def print_tables(found: Results) -> None:
             print(f"\n{table.title}")
             Table(table.headings, table.texts(), spare=_spare(table.headings)).show()
     _print_claims(tables.claims_table(found))
+    rules = [rule for measure in found.primary() for rule in tables.verdict_rules(found, measure)]
+    _print_section("Verdicts", list(dict.fromkeys(rules)))
     _print_section("Noise", [] if small else sentences.noise_lines(found))
     _print_section("Effects that this design cannot separate", tables.aliases_lines(found))
     warnings = [f"{one.text}: {one.remedy}" if one.remedy else one.text for one in found.summary.warnings]

@@ -79,7 +79,7 @@ GAIN_LEGEND = (
     ("worse-3", "up to 0.5x"),
     ("worse-2", "up to 0.8x"),
     ("worse-1", "below 1x"),
-    (EVEN, "no difference shown"),
+    (EVEN, "not decided, or about the same"),
     ("better-1", "above 1x"),
     ("better-2", "from 1.25x"),
     ("better-3", "from 2x"),

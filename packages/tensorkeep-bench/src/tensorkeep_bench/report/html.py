@@ -221,7 +221,7 @@ _MOST_BARS = 14
 _TONES = {"helps": "good", "hurts": "bad"}
 
 # Tones of bars, and their meaning.
-BAR_LEGEND = (("base", "baseline"), ("good", "better"), ("bad", "worse"), ("", "no difference shown"))
+BAR_LEGEND = (("base", "baseline"), ("good", "better"), ("bad", "worse"), ("", "not decided, or about the same"))
 
 
 def amount_bars(results: Results) -> list[Bars]:

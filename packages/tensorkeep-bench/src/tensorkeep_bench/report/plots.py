@@ -183,8 +183,8 @@ def _why_missing(results: Results, arm: str) -> str:
 
 _COLOURS = {"helps": "good", "hurts": "bad"}
 _LOWEST = -150.0
-_SCALE = "Grey: no difference shown. Blue: better, orange: worse, stronger from 1.25x, 2x and 4x."
-_NO_VERDICT = "about the same, within noise, or no verdict"
+_SCALE = "Grey: not decided, or about the same. Blue: better, orange: worse, stronger from 1.25x, 2x and 4x."
+_NO_VERDICT = "not decided, or about the same"
 _BAR_NOTE = "Bar or dot: mean; whisker: ± 1 standard deviation; circle: one run."
 DrawPanel = Callable[[Panel, Results, list[Arm]], None]
 

@@ -1,22 +1,17 @@
 """The sentences of a report: subject, verdicts, noise, and missing results."""
 
 from collections import Counter
+from typing import get_args
 
 from tensorkeep.ext import counted, format_bytes
 from tensorkeep_bench.analysis.advice import too_noisy
 from tensorkeep_bench.analysis.samples import TOO_SMALL, too_small
 from tensorkeep_bench.report.measures import compared_arms
-from tensorkeep_bench.results import ArmStatistics, Measure, Recommendation, Results
-from tensorkeep_bench.wording import capitalised, difference, gain, interval, listed
+from tensorkeep_bench.results import ArmStatistics, Measure, Recommendation, Results, Verdict
+from tensorkeep_bench.wording import capitalised, difference, gain, interval, listed, verdict_words
 
-_COUNTED = {
-    "helps": "better",
-    "hurts": "worse",
-    "about the same": "about the same",
-    "within noise": "within noise",
-    "too few runs": "with too few runs",
-    "not run": "not run",
-}
+# The verdicts that a headline counts in other words.
+_COUNTED = {"helps": "better", "hurts": "worse", "too few runs": "with too few runs"}
 
 
 def measured_by(results: Results) -> str:
@@ -34,9 +29,11 @@ def completeness(results: Results) -> str:
 
 def headlines(results: Results) -> list[str]:
     """Return one sentence per primary measure: the best arm that helps, and how many arms have which verdict."""
-    # Verdicts are withheld, so the reason is the only sentence.
     if too_small(results):
-        return [f"{capitalised(TOO_SMALL.format(format_bytes(results.subject.bytes or 0)))}"]
+        # Verdicts on times are withheld; the bytes of a checkpoint are exact at any size.
+        sizes = [one for one in results.primary() if one.unit != "s" and results.baseline]
+        reason = capitalised(TOO_SMALL.format(format_bytes(results.subject.bytes or 0)))
+        return [reason, *(_headline(results, one, results.baseline or "") for one in sizes)]
     if results.baseline is None:
         return ["The experiment has no baseline, so no arm is called better or worse."]
     if not results.ran(results.baseline):
@@ -69,9 +66,11 @@ def _headline(results: Results, measure: Measure, baseline: str) -> str:
 
 
 def _counts(found: list[ArmStatistics]) -> str:
-    counts = {words: sum(one.verdict == verdict for one in found) for verdict, words in _COUNTED.items()}
-    parts = [f"{count} {words}" for words, count in counts.items() if count]
-    return f"; of {sum(counts.values())}: {', '.join(parts)}" if parts else ""
+    words = [_COUNTED.get(one.verdict, verdict_words(one)) for one in found if one.verdict not in (None, "baseline")]
+    # In the order of the rules, which is the order in which a reader looks for them.
+    order = [_COUNTED.get(verdict, verdict) for verdict in get_args(Verdict)]
+    counts = sorted(Counter(words).items(), key=lambda pair: order.index(pair[0].partition(" after ")[0]))
+    return f"; of {len(words)}: {', '.join(f'{count} {each}' for each, count in counts)}" if counts else ""
 
 
 def _noise(results: Results, measure: Measure) -> str:

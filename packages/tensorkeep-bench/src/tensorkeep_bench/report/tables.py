@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from tensorkeep.ext import counted, format_rate, number
 from tensorkeep.ext.pages import ReportTable, TableEntry
+from tensorkeep_bench.analysis.samples import RULES, threshold
 from tensorkeep_bench.report.drawing import gain_colour
 from tensorkeep_bench.report.measures import (
     GIB,
@@ -16,13 +17,27 @@ from tensorkeep_bench.report.measures import (
 )
 from tensorkeep_bench.results import Arm, CellRecord, Claim, Effect, Interaction, Measure, Results, StackStep
 from tensorkeep_bench.statistics import Description
-from tensorkeep_bench.wording import NOTHING, capitalised, gain, interval, interval_95, percent, probability, spread
+from tensorkeep_bench.wording import (
+    NOTHING,
+    capitalised,
+    difference,
+    gain,
+    interval,
+    interval_95,
+    percent,
+    probability,
+    spread,
+    verdict_words,
+)
 
 TONES: dict[str | None, str] = {
     "helps": "good",
     "hurts": "bad",
     "about the same": "faint",
     "within noise": "faint",
+    "undecided": "faint",
+    "wrong result": "bad",
+    "not compared": "faint",
     "not run": "faint",
     "too few runs": "faint",
     "too small": "faint",
@@ -68,8 +83,17 @@ def verdict_table(results: Results, measure: Measure) -> ReportTable:
     figures = (f">median ({scale.unit})", ">mean ± std", ">gain", ">95% interval", ">change")
     headings = ("=arm", "=verdict", *figures, *extra, ">p (Holm)", ">runs")
     note = f"{capitalised(measure.about).rstrip('.')}. " if measure.about else ""
-    note += "Gain: how many times better than the baseline, above 1 is better."
-    return ReportTable(measure.label, headings, [_row(results, arm, scale) for arm in _all_arms(results)], note)
+    note += "Gain: how many times better than the baseline, above 1 is better. "
+    note += " ".join(f"{capitalised(line)}." for line in verdict_rules(results, measure))
+    rows = [_row(results, arm, scale) for arm in _all_arms(results)]
+    return ReportTable(measure.label, headings, rows, note.rstrip())
+
+
+def verdict_rules(results: Results, measure: Measure) -> list[str]:
+    """Return a line for each verdict that an arm has in a measure: its name and its rule."""
+    given = {results.statistics(arm.name, measure.name).verdict for arm in results.arms}
+    least = difference(threshold(measure))
+    return [f"{verdict}: {rule.format(least=least)}" for verdict, rule in RULES.items() if verdict in given]
 
 
 def not_run_table(results: Results) -> ReportTable:
@@ -100,7 +124,7 @@ def _row(results: Results, arm: Arm, scale: FigureScale) -> tuple[TableEntry, ..
     found = results.statistics(arm.name, scale.measure.name)
     cells = results.cells_by_arm[arm.name]
     described = scale.describe(results, arm.name)
-    verdict: str = found.verdict or "no verdict"
+    verdict = verdict_words(found)
     if described is None:
         status = why_not_run(cells)[0]
         # All cells ran, so only this measure is missing.
@@ -108,7 +132,7 @@ def _row(results: Results, arm: Arm, scale: FigureScale) -> tuple[TableEntry, ..
         figures = [TableEntry(verdict, tone="faint"), *entries(NOTHING, NOTHING)]
     else:
         both = spread(described.mean, described.std)
-        figures = [TableEntry(verdict, tone=TONES.get(verdict, ""))]
+        figures = [TableEntry(verdict, tone=TONES.get(found.verdict, ""), about=found.reason or "")]
         figures += [TableEntry(number(described.median, 4), described.median), TableEntry(both, described.mean)]
     figures += [
         TableEntry(gain(found.gain), found.gain, TONES.get(found.verdict, "")),
@@ -190,7 +214,7 @@ def improvements_table(results: Results) -> ReportTable:
         for arm in compared_arms(results)
         if arm.name != results.baseline
     ]
-    note = f"Of the means, against {results.baseline}; above 0 is better." if results.baseline else _NO_BASELINE
+    note = f"The gain over {results.baseline} as a percentage; above 0 is better." if results.baseline else _NO_BASELINE
     headings = ("=method", *(f">{word}" for word in chosen))
     return ReportTable("Improvement over the baseline", headings, rows, note)
 
@@ -361,7 +385,7 @@ def gain_map(results: Results) -> ReportTable:
         f"How many times better than {results.baseline or 'the baseline'}: {subject_name(results)}",
         ("=arm", *(f">{one.label}" for one in measures)),
         rows,
-        f"Above 1x is better. Grey: a difference from the baseline is not shown.{note}",
+        f"Above 1x is better. Grey: neither helps nor hurts by the rules.{note}",
     )
 
 

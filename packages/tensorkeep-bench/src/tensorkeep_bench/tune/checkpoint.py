@@ -27,7 +27,7 @@ from tensorkeep_bench.analysis.samples import judge
 from tensorkeep_bench.checkpoint.files import check_capacity, remove
 from tensorkeep_bench.checkpoint.measure import SAVE, STORED
 from tensorkeep_bench.checkpoint.models import build, spec_of_size
-from tensorkeep_bench.results import Results, Settings
+from tensorkeep_bench.results import Results, Settings, Verdict
 from tensorkeep_bench.run.runner import run_rounds, scratch_folder
 from tensorkeep_bench.statistics import Comparison, compare, describe, holm, require_scipy
 from tensorkeep_bench.workload import Outcome
@@ -44,7 +44,8 @@ _MOST_THREADS = 32
 _SEED = 20_250_301
 _PER_THREAD = thread_bytes(BLOCK_BYTES, buffers=3)
 
-TuneVerdict = Literal["default", "first", "faster", "slower", "within noise", "too few rounds"]
+TuneVerdict = Literal["default", "first", "faster", "slower", "about the same", "undecided", "too few rounds"]
+_TUNE_VERDICTS: dict[Verdict, TuneVerdict] = {"helps": "faster", "hurts": "slower", "about the same": "about the same"}
 Progress = Callable[[int, str], None]
 
 
@@ -102,7 +103,7 @@ class TuningStage:
         # As in the bench: a paired test of the log-ratios, adjusted for all settings of the stage, its 95% interval,
         # and at least 5% gain.
         word, _ = judge(comparison, adjusted, None)
-        return "faster" if word == "helps" else "slower" if word == "hurts" else "within noise"
+        return _TUNE_VERDICTS.get(word, "undecided")
 
     def winner(self) -> Setting:
         faster = [setting for setting in self.settings if self.verdict(setting) == "faster"]
@@ -151,7 +152,7 @@ class TunedSave:
 
     def sentence(self) -> str:
         if self.choice == Setting.default():
-            reason = "no other setting is faster beyond the noise"
+            reason = "no other setting is shown to be faster"
             if any(stage.verdict(setting) == "too few rounds" for stage in self.stages for setting in stage.settings):
                 reason = f"there was time for too few rounds; --seconds {self._seconds_needed()} would be enough"
             return f"Keep the defaults ({self.choice.name}): {reason}."

@@ -97,8 +97,8 @@ _COLOURS: dict[bool | None, str] = {True: "green", False: "red", None: "yellow"}
 # Cells of tables that have a colour.
 _VERDICTS = {
     **dict.fromkeys(("helps", "reproduced"), True),
-    **dict.fromkeys(("hurts", "not reproduced"), False),
-    **dict.fromkeys(("within noise", "about the same", "confounded", "too few runs", "too small"), None),
+    **dict.fromkeys(("hurts", "not reproduced", "wrong result"), False),
+    **dict.fromkeys(("within noise", "undecided", "about the same", "confounded", "too few runs", "too small"), None),
 }
 
 
@@ -112,7 +112,9 @@ def _console() -> "Console":
 def _style(heading: str, cell: str) -> str:
     if heading == "problem":
         return _COLOURS[False]
-    return _COLOURS[_VERDICTS[cell]] if cell in _VERDICTS else ""
+    # The verdict "undecided after 5 blocks" has the colour of "undecided".
+    verdict = cell.partition(" after ")[0]
+    return _COLOURS[_VERDICTS[verdict]] if verdict in _VERDICTS else ""
 
 
 @dataclass(frozen=True, slots=True)
