@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from tensorkeep.errors import UsageError, did_you_mean
 from tensorkeep_bench import design
 from tensorkeep_bench.design import MOST_ARMS, Base, Change, Combination, Expansion, Level, Text
-from tensorkeep_bench.results import Arm, Experiment, Limits, Place, Settings
+from tensorkeep_bench.results import Arm, Experiment, FileStem, Limits, Place, Settings
 from tensorkeep_bench.workload import convert, get_workload
 
 DEFAULT_SECONDS = 1800
@@ -138,6 +139,7 @@ class ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     budget: Annotated[int, Meta(ge=1, le=_MOST_SECONDS)] | None = None
     limits: FileLimits = FileLimits()
     settings: Settings = {}
+    figure_names: dict[str, FileStem] = {}
 
     @abstractmethod
     def expand(self) -> Expansion:
@@ -210,7 +212,7 @@ class FactorsFile(ExperimentFile, frozen=True, kw_only=True):
 
 
 # The fields that the experiment takes from its file as they are.
-_COPIED = ("workload", "about", "runs", "seed", "control", "precision", "budget")
+_COPIED = ("workload", "about", "runs", "seed", "control", "precision", "budget", "figure_names")
 _FILES: dict[str, type[ExperimentFile]] = {
     "arms": ArmsFile,
     "one-at-a-time": ChangesDesignFile,
@@ -281,10 +283,16 @@ def _label(level: object) -> str:
 BASELINE = "baseline"
 
 _PER_DIMENSION = 64
+# Arms with smaller chunks write tens of thousands of files per gigabyte, so they save the smaller state.
+_SMALL_CHUNK = 16_384
 _SUITE_ABOUT = (
     "Each optimisation of a TensorStore writer by itself, then together, as a configuration file lists them. "
     "Parameters are converted to float32 and written one after the other."
 )
+# The experiment with the same arms: a suite without a model has its states.
+_SUITE_EXPERIMENT = "isolated"
+# The state of the documents, 2.9 GB, and its first 5 parameters.
+_LARGER = "--model openllama-3b:first-100:float16 --slow-model openllama-3b:first-5:float16"
 _SUITE_EXAMPLE = '[{"name": "baseline", "chunk_size_elements": 64, "concurrency_limit": 1, "compression": null}]'
 
 
@@ -292,6 +300,8 @@ class Testing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_runs: Annotated[int, Meta(ge=1, le=MOST_RUNS)] = 3
     save_dir: Text | None = None
     use_gpu: bool = False
+    model: Text | None = None
+    slow_model: Text | None = None
 
 
 class Configuration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -316,7 +326,7 @@ class Configuration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "dtype": "float32",
             "in_flight": "one",
         }
-        return Arm(self.name, "arm", settings, slow=per_dimension)
+        return Arm(self.name, "arm", settings, slow=per_dimension or self.chunk_size_elements < _SMALL_CHUNK)
 
 
 class CustomTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -346,20 +356,28 @@ def read_suite(value: object, path: Path) -> ExperimentPlan:
         remedy = f'write, for example, "test_configurations": {_SUITE_EXAMPLE}'
         raise UsageError("the configuration has no test to run", remedy=remedy)
     names = [each.name for each in configurations]
+    given = {name: model for name in ("model", "slow_model") if (model := getattr(testing, name)) is not None}
+    isolated = convert(read_json(_find(_SUITE_EXPERIMENT)), ArmsFile, what="the experiment")
+    settings = {**({} if testing.model else isolated.settings), **given, "save_dir": testing.save_dir}
+    command = f"tensorkeep bench checkpoint --experiment {shlex.quote(str(path))}"
+    larger = f"for the 2.9 GB of the documents: {command} {_LARGER}; for your own checkpoint: {command} --from PATH"
+    notes = (
+        ['"use_gpu" is true, but the bench saves from host memory: the state is on the CPU'] if testing.use_gpu else []
+    )
     experiment = Experiment(
         name=path.stem,
         workload="checkpoint",
         title=f"Isolated optimisations of {path.name}",
-        about=_SUITE_ABOUT,
+        about=f"{_SUITE_ABOUT} A larger state, {larger}.",
         baseline=BASELINE if BASELINE in names else names[0],
         runs=testing.num_runs,
         seed=0,
         control=True,
         limits=Limits(seconds=DEFAULT_SECONDS),
-        settings=msgspec.to_builtins(get_workload("checkpoint").parse_settings({"save_dir": testing.save_dir})),
+        settings=msgspec.to_builtins(get_workload("checkpoint").parse_settings(settings)),
+        figure_names=isolated.figure_names,
     )
-    note = '"use_gpu" is true, but the bench saves from host memory: the state is on the CPU'
-    return make_plan(experiment, [each.arm() for each in configurations], (note,) if testing.use_gpu else ())
+    return make_plan(experiment, [each.arm() for each in configurations], (*notes, larger))
 
 
 # Finding and reading files

@@ -32,6 +32,7 @@ ClaimVerdict = Literal["reproduced", "not reproduced", "confounded", "not run"]
 PlaceKind = Literal["arm", "control", "base", "full", "alone", "without", "step", "point", "combination"]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Index = Annotated[int, Meta(ge=0)]
+FileStem = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,80}\Z")]  # of a file that a report writes
 Settings = dict[str, Any]  # JSON values that only the workload interprets
 
 
@@ -185,6 +186,9 @@ class ResultsSummary(msgspec.Struct, frozen=True):
     """Everything that is computed from the cells, and can be computed again."""
 
     arms: dict[str, dict[str, ArmStatistics]] = {}  # arm -> measure
+    # Of checkpoints: arm -> save_mean, save_std, load_mean, load_std (seconds; cold loads where there are some),
+    # size_mean, size_std (GiB). The same figures as in `arms`, by the names of isolated-optimisation suites.
+    tests: dict[str, dict[str, float | None]] = {}
     noise: dict[str, Noise | None] = {}  # by measure
     steps: tuple[StackStep, ...] = ()
     effects: tuple[Effect, ...] = ()
@@ -226,6 +230,8 @@ class Experiment(msgspec.Struct, frozen=True):
     aliases: tuple[tuple[tuple[str, ...], ...], ...] = ()  # groups of effects that cannot be separated
     omitted: tuple[Omitted, ...] = ()
     settings: Settings = {}
+    # Plot to the further name under which reports write it as PNG, beside the page.
+    figure_names: dict[str, FileStem] = {}
 
 
 class Subject(msgspec.Struct, frozen=True):

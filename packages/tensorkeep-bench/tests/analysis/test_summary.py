@@ -57,6 +57,24 @@ def test_verdicts_match_the_true_gains_and_p_values_are_adjusted_for_the_arms_of
     assert made == document(ARMS), "the document was changed"
 
 
+def test_the_figures_of_a_suite_have_its_names() -> None:
+    made = document(ARMS)
+    summary = summarise(made)
+    assert summary["tests"].keys() == summary["arms"].keys()
+    for arm, found in summary["arms"].items():
+        named = {"save": (found["save"], 1), "load": (found["load_cold"], 1), "size": (found["stored"], GIB)}
+        expected = {
+            f"{name}_{kind}": one[kind] / unit for name, (one, unit) in named.items() for kind in ("mean", "std")
+        }
+        assert summary["tests"][arm] == expected
+    # Without a cold load, the warm one.
+    for each in made["cells"]:
+        del each["figures"]["load_cold"]
+    warm = summarise(made)
+    assert warm["tests"]["fast"]["load_mean"] == warm["arms"]["fast"]["load_warm"]["mean"]
+    assert summarise({**made, "measures": [MEASURES[2]]})["tests"] == {}
+
+
 def test_statistics_by_hand() -> None:
     made = document({"a": truth(), "b": truth()}, runs=2, control=None)
     figures = {"a": [4.0, 9.0], "b": [1.0, 4.0]}

@@ -44,6 +44,17 @@ def test_common_tools_pass_the_gate_with_a_nested_state(name: str, tmp_path: Pat
     check_equal(states.target, states.source, name)
 
 
+def test_a_kept_checkpoint_is_moved_once_it_was_measured_and_replaces_an_earlier_one(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    for name, tool in COMMON_TOOLS.items():
+        with case(name):
+            states, kept = StatePair(state()), folder / name
+            for _ in range(2):
+                measure_tool(tool, name, states, tmp_path / "state", (), keep=kept)
+                assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+            check_equal(tool.load(kept), tool.view(states.source), name)
+
+
 def test_gate_detects_every_change() -> None:
     def seeded() -> dict[str, Any]:
         torch.manual_seed(0)
@@ -87,6 +98,9 @@ def test_tool_that_loads_other_values_or_fails_leaves_no_file(tmp_path: Path) ->
         states.target["w"].copy_(states.source["w"])
         with case(arm), pytest.raises(GateError):
             measured(arm, "torch", states, tmp_path)
+        assert list(tmp_path.iterdir()) == []
+        with pytest.raises(GateError):
+            measure_tool(arm, "torch", states, tmp_path / "state", keep=tmp_path / "kept")
         assert list(tmp_path.iterdir()) == []
     outcome = measured(FailsToSave(), "torch", StatePair(state()), tmp_path)
     assert (outcome.status, outcome.figures, list(tmp_path.iterdir())) == ("not-run", {}, [])

@@ -121,7 +121,13 @@ def test_configuration_of_an_isolated_suite_runs_unchanged(tmp_path: Path, call:
         "custom_tests": {"enabled": True, "configurations": tests[1:]},
     }
     file.write_text(json.dumps(content))
-    out = call("bench", "checkpoint", "--experiment", file, "--model", SMALL).out
+    command = ("bench", "checkpoint", "--experiment", file, "--model", SMALL)
+    call(*command, "--keep")
+    kept = tmp_path / "there" / "bench-checkpoints"
+    assert {path.name for path in kept.iterdir()} == {"baseline.arrays", "mine.arrays"}
+    assert "model.embed_tokens.weight" in tensorkeep.load(kept / "mine.arrays")
+    out = call(*command, "--overwrite").out
+    assert not kept.exists()
     found = results(tmp_path / "there")
     assert [arm["name"] for arm in found["arms"]] == ["baseline", "baseline (again)", "mine"]
     assert {cell["status"] for cell in found["cells"]} == {"ok"}

@@ -188,8 +188,10 @@ def test_suite_is_read_unchanged_and_isolated_has_its_arms(written: Write) -> No
     found = planned.experiment
     assert (found.name, found.runs, found.baseline) == ("phase4_config", 3, "baseline")
     assert found.settings["save_dir"] == "saved_models/phase4_tests/"
-    assert (found.settings["model"], planned.notes) == (DEFAULT_MODEL, ())
-    [note] = read_experiment(written(suite(use_gpu=True))).notes
+    [larger] = planned.notes
+    assert f"--experiment {written(suite(), 'phase4_config.json')} --model openllama-3b:first-100" in larger
+    assert larger in found.about
+    note, _ = read_experiment(written(suite(use_gpu=True))).notes
     assert note == '"use_gpu" is true, but the bench saves from host memory: the state is on the CPU'
     assert [arm.name for arm in planned.arms if arm.role != "control"] == [name for name, *_ in SIX]
     settings = {"tool": "tensorstore", "zarr": 2, "dtype": "float32", "in_flight": "one", "chunking": "halving"}
@@ -203,6 +205,26 @@ def test_suite_is_read_unchanged_and_isolated_has_its_arms(written: Write) -> No
     isolated = read_experiment("isolated")
     arms = {arm.name: (arm.settings, arm.slow) for arm in planned.arms}
     assert ({arm.name: (arm.settings, arm.slow) for arm in isolated.arms}, isolated.experiment.runs) == (arms, 3)
+    # Its states, too, which are large enough for verdicts, and its names of figures.
+    assert found.settings == isolated.experiment.settings | {"save_dir": "saved_models/phase4_tests/"}
+    assert found.figure_names == isolated.experiment.figure_names
+
+
+def test_suite_names_its_states_and_small_chunks_save_the_smaller_one(written: Write) -> None:
+    one, other = "openllama-3b:layers=2", "openllama-3b:layers=1"
+    for given, model, slow_model in (
+        ({"model": one}, one, None),
+        ({"model": one, "slow_model": other}, one, other),
+        ({"slow_model": other}, "openllama-3b:scale=0.04:float16", other),
+    ):
+        with case(given):
+            settings = read_experiment(written(suite(**given))).experiment.settings
+            assert (settings["model"], settings["slow_model"]) == (model, slow_model)
+    with pytest.raises(UsageError, match="'gpt' is not a known model"):
+        read_experiment(written(suite(model="gpt")))
+    rows = [(f"of {size}", size, 1, None) for size in (1, 63, 65, 4096, 16_383, 16_384, 1 << 30)]
+    planned = read_experiment(written({"test_configurations": configurations(*rows)}))
+    assert [arm.name for arm in planned.arms if not arm.slow] == ["of 16384", "of 1073741824"]
 
 
 def test_comments_are_ignored_and_slashes_in_strings_are_none(written: Write) -> None:
@@ -275,7 +297,7 @@ ERRORS += each_of(
 def test_a_file_has_defaults_and_all_its_fields_are_used(written: Write) -> None:
     planned = read_experiment(written(mine(), "quick.json"))
     settings = dict.fromkeys(("slow_model", "from", "with_optimizer", "save_dir"))
-    settings |= {"model": DEFAULT_MODEL, "into": False}
+    settings |= {"model": DEFAULT_MODEL, "into": False, "keep": False}
     protocol = {"runs": 5, "seed": 0, "control": True, "limits": Limits(seconds=1800)}
     expected = Experiment(name="quick", workload="checkpoint", title="quick", baseline="one", settings=settings)
     assert planned.experiment == msgspec.structs.replace(expected, **protocol)

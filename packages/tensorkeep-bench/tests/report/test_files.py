@@ -14,6 +14,7 @@ from report import documents
 from report.documents import placed, read
 from tensorkeep import errors
 from tensorkeep.cli.output import Output
+from tensorkeep.testing.cases import case
 from tensorkeep_bench.cli import report as command
 from tensorkeep_bench.report import html as module
 from tensorkeep_bench.report.html import report_page, write_report
@@ -23,7 +24,9 @@ from tiers import exhaustive
 
 def of_two_measures(**arms: tuple[float, float, float]) -> dict[str, Any]:
     """Return a document with one panel a figure for the seconds of a save, and one for the size."""
-    document = documents.document({"pytorch": (6.7, 3.3, 1.0), **arms}, name="three-way", runs=2)
+    figure_names = {"three-way": "3way_performance_comparison", "impact": "not_drawn"}
+    arms = {"pytorch": (6.7, 3.3, 1.0), **arms}
+    document = documents.document(arms, name="three-way", runs=2, figure_names=figure_names)
     return {**document, "measures": [each for each in document["measures"] if each["name"] in ("save", "stored")]}
 
 
@@ -45,8 +48,10 @@ def names(folder: Path) -> list[str]:
 def test_the_report_is_written_beside_the_results(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command.report(run)
     plots = [f"plots/{name}.{kind}" for name in ("gains", "pareto", "three-way") for kind in ("png", "svg")]
-    assert names(run) == [*plots, "report.html", "results.json", "samples.csv", "summary.csv"]
+    known = "3way_performance_comparison.png"
+    assert names(run) == [known, *plots, "report.html", "results.json", "samples.csv", "summary.csv"]
     assert (run / "plots" / "gains.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / known).read_bytes() == (run / "plots" / "three-way.png").read_bytes()
     printed = capsys.readouterr().out
     assert "method               save (ms)" in printed
     assert "Durable save: no arm is shown to be better than pytorch" in printed
@@ -58,6 +63,24 @@ def test_the_report_is_written_beside_the_results(run: Path, capsys: pytest.Capt
     for cell in json.loads((run / "results.json").read_text())["cells"]:
         if cell["arm"] != "pytorch (again)":
             assert f"tensorkeep bench cell --arm {cell['arm']} --block {cell['block']}" in page
+    # A new run removes it, and nothing else.
+    (run / "plots" / "own.png").touch()
+    command.remove_report(run)
+    assert names(run) == ["plots/own.png", "results.json"]
+    (run / "plots" / "own.png").unlink()
+    command.remove_report(run)
+    assert sorted(run.iterdir()) == [run / "results.json"]
+    (run / "report.html").write_text("mine")
+    with pytest.raises(errors.DestinationExistsError):
+        command.remove_report(run)
+
+
+def test_a_further_name_of_a_figure_cannot_leave_the_folder(tmp_path: Path) -> None:
+    for name in ("../x", "a/b", "a.png", "", ".hidden"):
+        content = documents.document(runs=1)
+        placed("experiment", "figure_names", value={"impact": name})(content)
+        with case(name), pytest.raises(errors.CorruptCheckpointError):
+            read(content, tmp_path)
 
 
 def test_with_out_only_requested_files_are_written(plain: Path, tmp_path: Path) -> None:

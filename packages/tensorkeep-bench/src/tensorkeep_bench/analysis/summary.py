@@ -53,6 +53,7 @@ def summarise(results: Results) -> ResultsSummary:
     samples = Samples(replace(results, summary=ResultsSummary(arms=statistics, noise=noise)))
     return replace(
         samples.results.summary,
+        tests=means_of(statistics),
         steps=tuple(steps_of(samples)),
         effects=tuple(effects_of(samples)),
         interactions=tuple(interactions_of(samples)),
@@ -60,6 +61,22 @@ def summarise(results: Results) -> ResultsSummary:
         recommendations=tuple(recommendations(samples)),
         claims=tuple(check_claims(samples)),
     )
+
+
+def means_of(statistics: Mapping[str, Mapping[str, ArmStatistics]]) -> dict[str, dict[str, float | None]]:
+    """Return `ResultsSummary.tests`; it is empty unless checkpoints were saved."""
+    cold = any(found["load_cold"].n for found in statistics.values() if "load_cold" in found)
+    wanted = {"save": ("save", 1.0), "load": ("load_cold" if cold else "load_warm", 1.0), "size": ("stored", 1024.0**3)}
+    return {
+        arm: {
+            f"{name}_{kind}": None if (value := getattr(found[measure], kind)) is None else value / unit
+            for name, (measure, unit) in wanted.items()
+            if measure in found
+            for kind in ("mean", "std")
+        }
+        for arm, found in statistics.items()
+        if "save" in found
+    }
 
 
 def _p_value(found: Comparison | None) -> float | None:

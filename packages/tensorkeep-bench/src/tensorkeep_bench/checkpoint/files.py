@@ -15,6 +15,9 @@ from tensorkeep.ext.storage import sync_directory
 # The fraction of a cold checkpoint that may be in the page cache: the kernel may keep a page that it is using.
 COLD_FRACTION = 0.01
 
+# The folder of the checkpoints that a run keeps, on the measured disk.
+KEPT = "bench-checkpoints"
+
 _READ_BYTES = 8 * 1024**2
 
 

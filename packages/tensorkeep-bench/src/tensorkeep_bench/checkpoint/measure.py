@@ -49,8 +49,17 @@ PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch", "safetensors.torch", __name__])
 
 
-def measure_tool(tool: Tool, arm: str, states: StatePair, path: Path, loads: Collection[str] = LOADS) -> Outcome:
+def measure_tool(
+    tool: Tool,
+    arm: str,
+    states: StatePair,
+    path: Path,
+    loads: Collection[str] = LOADS,
+    keep: Path | None = None,
+) -> Outcome:
     """Save a state at ``path``, load it in the ways of ``loads``, and remove it; errors call the tool ``arm``.
+
+    With ``keep``, the checkpoint is moved to that path instead, on the same disk, if every load was right.
 
     Raises GateError if a load does not return what was saved; OSError with ``ENOSPC`` if the disk is full, whatever the
     tool raises then.
@@ -67,6 +76,10 @@ def measure_tool(tool: Tool, arm: str, states: StatePair, path: Path, loads: Col
         for measure in wanted:
             if measure in LOADS:
                 _load(measure, tool, arm, states, path, outcome)
+        if keep is not None:
+            files.remove(keep)
+            keep.parent.mkdir(exist_ok=True)
+            path.rename(keep)
         return outcome
     except Exception as error:
         # Not every tool raises ENOSPC: torch's zip writer reports an unexpected position in the file.

@@ -12,7 +12,7 @@ from tensorkeep.errors import UsageError
 from tensorkeep.ext import format_bytes, prepared
 from tensorkeep.ext.state import flatten
 from tensorkeep_bench.checkpoint import measure
-from tensorkeep_bench.checkpoint.files import check_capacity
+from tensorkeep_bench.checkpoint.files import KEPT, check_capacity
 from tensorkeep_bench.checkpoint.measure import call_once
 from tensorkeep_bench.checkpoint.models import add_adamw_state, build, parse
 from tensorkeep_bench.checkpoint.states import StatePair
@@ -54,6 +54,7 @@ class CheckpointSettings(
     with_optimizer: Literal["adamw"] | None = None  # adds the optimizer's state
     into: bool = False  # whether loads into existing tensors are measured, too
     save_dir: str | None = None  # the folder on the disk that is measured
+    keep: bool = False  # whether the last checkpoint of each arm is kept there
 
 
 class CheckpointInput(msgspec.Struct, frozen=True):
@@ -62,6 +63,7 @@ class CheckpointInput(msgspec.Struct, frozen=True):
     model: str | None = None
     with_optimizer: str | None = None
     checkpoint: str | None = None
+    keep: str | None = None  # the folder that the checkpoint of an arm is moved to when it was measured
 
     @property
     def nbytes(self) -> int:
@@ -107,16 +109,18 @@ class CheckpointWorkload(Workload[CheckpointSettings, Tool]):
         return arm.missing()
 
     def prepare(self, settings: CheckpointSettings, arms: Collection[Tool], scratch: Path) -> PreparedInputs:
-        inputs = [CheckpointInput(settings.model, settings.with_optimizer, settings.source)]
+        keep = str(scratch.parent / KEPT) if settings.keep else None
+        inputs = [CheckpointInput(settings.model, settings.with_optimizer, settings.source, keep)]
         if settings.slow_model is not None:
-            inputs.append(CheckpointInput(settings.slow_model, settings.with_optimizer))
+            inputs.append(CheckpointInput(settings.slow_model, settings.with_optimizer, keep=keep))
         stored = sum(each.nbytes for each in inputs if each.model is not None)
         largest = max(each.nbytes for each in inputs)
         # Some settings convert parameters to float32, which doubles a state in half precision.
         widened = any(isinstance(arm, TensorstoreTool) for arm in arms)
+        copies = 1 + (len(arms) if settings.keep else 0)
         check_capacity(
             scratch,
-            disk=round(stored + largest * (_WIDENED if widened else 1.1)) + _OVERHEAD_BYTES // 8,
+            disk=round(stored + copies * largest * (_WIDENED if widened else 1.1)) + _OVERHEAD_BYTES // 8,
             # The source, what a load returns, and the tensors to load into.
             memory=(3 if settings.into else 2) * largest + _OVERHEAD_BYTES,
         )
@@ -132,12 +136,17 @@ class CheckpointWorkload(Workload[CheckpointSettings, Tool]):
         tool = parse_tool(task.settings)
         folder = Path(task.directory)
         first = Outcome()
+        given = msgspec.convert(task.input, prepared(CheckpointInput))
         with first.clock("build"):
-            states = StatePair(msgspec.convert(task.input, prepared(CheckpointInput)).load())
+            states = StatePair(given.load())
         with first.clock("first call"):
             # Imports and other work of the first call are in no figure.
             call_once(tool, folder)
-        outcome = measure.measure_tool(tool, task.arm, states, folder / f"state{tool.suffix}", task.measures)
+        path = folder / f"state{tool.suffix}"
+        # The A/A control has the settings of the baseline, and would keep the same files again.
+        is_control = task.settings == task.baseline
+        keep = None if given.keep is None or is_control else Path(given.keep) / f"{task.arm}{tool.suffix}"
+        outcome = measure.measure_tool(tool, task.arm, states, path, task.measures, keep)
         return msgspec.structs.replace(outcome, clocks={**first.clocks, **outcome.clocks})
 
 

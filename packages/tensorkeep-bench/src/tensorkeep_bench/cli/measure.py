@@ -15,7 +15,8 @@ from cyclopts import Parameter
 from tensorkeep.errors import DestinationExistsError, UsageError
 from tensorkeep.ext import format_seconds
 from tensorkeep.ext.cli import DEFAULT, SIZE, AtLeastOne, Checkpoint, Counter, Output, Switch, Table, printable
-from tensorkeep_bench.cli.report import report
+from tensorkeep_bench.checkpoint.files import KEPT, remove
+from tensorkeep_bench.cli.report import remove_report, report
 from tensorkeep_bench.experiment import ExperimentPlan, read_experiment, shipped
 from tensorkeep_bench.results import FILE_NAME, CellRecord, Limits, Results, read_results
 from tensorkeep_bench.run.runner import ExperimentRun, plan_results
@@ -79,6 +80,7 @@ def checkpoint(
     source: Checkpoint = None,
     slow_model: Model = None,
     with_optimizer: str | None = None,
+    keep: Annotated[bool, Switch] = False,
     directory: Directory = None,
     options: RunOptions = DEFAULT_OPTIONS,
     output: Output = DEFAULT,
@@ -98,10 +100,12 @@ def checkpoint(
         A smaller state for the slow arms of an experiment (such as chunks of 64 elements); the report names them.
     with_optimizer
         adamw: add the state of the optimizer, which is twice as large as the weights.
+    keep
+        Keep the last checkpoint of each arm, in the folder bench-checkpoints of the measured disk.
     """
     if source is not None and model is not None:
         raise UsageError("--from and --model exclude each other", remedy="give only one")
-    settings = _given(slow_model=slow_model, with_optimizer=with_optimizer)
+    settings = _given(slow_model=slow_model, with_optimizer=with_optimizer, keep=keep or None)
     if model is not None or source is not None:
         # A state of the user replaces all settings of the experiment that describe a state.
         chosen = {"model": model, "from": None if source is None else str(source)}
@@ -231,8 +235,12 @@ def _start(plan: ExperimentPlan, options: RunOptions, directory: Path | None, ou
     for note in plan.notes:
         output.note(note)
     # The results name the command that repeats them.
-    command = shlex.join(["tensorkeep", *sys.argv[1:]])
-    return _run_in(folder, plan_results(plan, command), output)
+    planned = plan_results(plan, shlex.join(["tensorkeep", *sys.argv[1:]]))
+    # A page of another kind is found now, not after the measurement.
+    remove_report(folder)
+    if options.overwrite:
+        remove(_measured_folder(planned, folder) / KEPT)
+    return _run_in(folder, planned, output)
 
 
 def _resume(workload: str, default: str, options: RunOptions, directory: Path | None, output: Output) -> int:

@@ -1,10 +1,12 @@
 """``tensorkeep report``: the tables, page, plots and CSV files of a results file."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
+from tensorkeep.errors import TensorkeepError
 from tensorkeep.ext.cli import DEFAULT, Output, Switch, Table, print_lines
 from tensorkeep.ext.pages import ReportTable, check_page
 from tensorkeep_bench.analysis.samples import too_small
@@ -67,6 +69,19 @@ def _write(found: Results, page: Path, plots: Path | None, csv: Path | None, out
         print_tables(found)
     written = write_report(found, page, plots=plots, csv=csv)
     output.show(_document(found, written), lambda: _print_written(written))
+
+
+def remove_report(folder: Path) -> None:
+    """Remove what `report` wrote beside a results file; DestinationExistsError if ``report.html`` is another page."""
+    from tensorkeep_bench.report.html import REPORT, report_files
+
+    page, plots = folder / "report.html", folder / "plots"
+    check_page(page, REPORT)
+    with suppress(TensorkeepError):  # without results, no report was made from them
+        for path in report_files(read_results(folder), page, plots, folder):
+            path.unlink(missing_ok=True)
+    with suppress(OSError):  # the folder has other files, or does not exist
+        plots.rmdir()
 
 
 def _document(found: Results, written: list[Path]) -> dict[str, Any]:

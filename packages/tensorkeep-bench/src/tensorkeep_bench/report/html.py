@@ -31,7 +31,7 @@ from tensorkeep.ext.pages import (
 from tensorkeep.ext.storage import replace_file
 from tensorkeep_bench.report import measures, sentences, tables
 from tensorkeep_bench.report.drawing import GAIN_LEGEND, png_file, svg_file
-from tensorkeep_bench.report.plots import FILES_ONLY, NAME_LENGTH, Plot, draw_plots
+from tensorkeep_bench.report.plots import FILES_ONLY, NAME_LENGTH, Plot, draw_plots, wanted
 from tensorkeep_bench.results import ArmStatistics, CellRecord, Measure, Results, Subject, read_results
 from tensorkeep_bench.wording import capitalised, clipped
 
@@ -167,12 +167,28 @@ def write_report(
         for plot in drawn:
             files[Path(plots) / f"{plot.name}.png"] = png_file(plot.canvas, plot.title)
             files[Path(plots) / f"{plot.name}.svg"] = svg_file(plot.canvas, plot.title).encode()
+            if plot.name in found.experiment.figure_names:
+                also = page.with_name(f"{found.experiment.figure_names[plot.name]}.png")
+                files[also] = files[Path(plots) / f"{plot.name}.png"]
     if csv is not None:
         files[Path(csv) / "summary.csv"] = summary_csv(found).encode()
         files[Path(csv) / "samples.csv"] = samples_csv(found).encode()
     for path, content in files.items():
         replace_file(path, content)
     return list(files)
+
+
+def report_files(results: Results, page: Path, plots: Path, csv: Path) -> list[Path]:
+    """Return the files that `write_report` writes for these results."""
+    names = [name for name, *_ in wanted(results)]
+    others = {results.experiment.figure_names[name] for name in names if name in results.experiment.figure_names}
+    return [
+        page,
+        *(plots / f"{name}{suffix}" for name in names for suffix in (".png", ".svg")),
+        *(page.with_name(f"{name}.png") for name in others),
+        csv / "summary.csv",
+        csv / "samples.csv",
+    ]
 
 
 def samples_csv(results: Results) -> str:

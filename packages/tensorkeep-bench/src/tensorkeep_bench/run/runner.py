@@ -134,12 +134,16 @@ class BlockRun:
         for cell in self.results.cells:
             if cell.status not in _PENDING and cell.seconds:
                 known.setdefault(cell.arm, []).append(cell.seconds)
-        if not known:
-            return None
-        # For arms that have not run yet.
-        usual = statistics.median([seconds for each in known.values() for seconds in each])
-        pending = (self.results.cells[index] for index in self._pending())
-        return sum(statistics.fmean(known.get(cell.arm, [usual])) for cell in pending)
+        slow = {arm.name for arm in self.results.arms if arm.slow}
+
+        def estimate(arm: str) -> float:
+            # An arm that has not run yet is likely to take as long as the arms of its kind, fast or slow.
+            alike = [each for name, own in known.items() if (name in slow) == (arm in slow) for each in own]
+            usual = alike or [each for own in known.values() for each in own]
+            return statistics.fmean(known[arm]) if arm in known else statistics.median(usual)
+
+        pending = [self.results.cells[index].arm for index in self._pending()]
+        return sum(map(estimate, pending)) if known else None
 
 
 class ExperimentRun(BlockRun):
