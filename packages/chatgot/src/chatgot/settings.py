@@ -3,7 +3,7 @@
 import types
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -30,6 +30,9 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Raises UsageError if a value is of the wrong type or out of bounds.
     """
+
+    # Words of other programs for settings of this table. Errors about them suggest the setting.
+    aliases: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         # msgspec checks what it decodes, but not the arguments of a constructor.
@@ -98,6 +101,13 @@ def describe_type(kind: Any) -> str:
     if get_origin(kind) in (Union, types.UnionType):
         return ", or ".join(map(describe_type, get_args(kind)))
     return _WORDS.get(kind, str(kind))
+
+
+def choices(kind: Any) -> list[str]:
+    """Return the texts that a setting of this type may be, where it has a list of them."""
+    if get_origin(kind) is Literal:
+        return [each for each in get_args(kind) if isinstance(each, str)]
+    return [choice for each in get_args(kind) for choice in choices(each)]
 
 
 _WORDS: dict[Any, str] = {

@@ -37,7 +37,7 @@ def fake(name: str, **declared: Any) -> Technique:
 
 
 def test_unknown_names_settings_and_conflicts_are_errors_with_the_reason() -> None:
-    with pytest.raises(UnsupportedError, match="did you mean 'mixed-precision'"):
+    with pytest.raises(UnsupportedError, match="did you mean --technique mixed-precision"):
         Stack.of({"mixed-precison": {}})
     with pytest.raises(UsageError, match="dytpe") as caught:
         Stack.of({"mixed-precision": {"dytpe": "bf16"}})

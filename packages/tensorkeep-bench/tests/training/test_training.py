@@ -216,7 +216,7 @@ def test_invalid_arms_and_settings_are_refused(data: Path, tmp_path: Path) -> No
         ({"data.source": "x"}, "data.source is the same for all arms"),
         ({"techniques.compil": "on"}, "there is no technique named 'compil'"),
         ({"techniques.compile.mod": "x"}, "compile has no setting 'mod'"),
-        ({"optim.lrr": 1}, "the setting 'optim.lrr' does not exist"),
+        ({"optim.lrr": 1}, "there is no setting 'optim.lrr'"),
         ({"techniques.fused-optimizer": "on", "techniques.low-bit-optimizer": "on"}, "cannot be combined"),
     ):
         with case(arm), pytest.raises(UsageError, match=expected) as error:

@@ -63,10 +63,13 @@ class Registry(Generic[P]):
             message = f"the {self._kind} {name!r} is in the package {package}, which is not installed"
             raise MissingExtraError(message, remedy=installation_of(package))
         if entry is None:
-            # A format of a package that is not installed counts: its name then leads to the package.
-            known = sorted({*self.names(), *self._elsewhere})
-            remedy = did_you_mean(name, known) if self._entries else "reinstall tensorkeep"
+            remedy = self.remedy(name) if self._entries else "reinstall tensorkeep"
             raise UnsupportedError(f"there is no {self._kind} named {name!r}", remedy=remedy)
         # The type of a loaded object is not known here: the conformance suite of the kind checks it.
         # `setdefault`: of two threads, both get the first one's object.
         return self._loaded.setdefault(name, entry.load())
+
+    def remedy(self, name: str) -> str:
+        """Return the remedy for a name that is unknown."""
+        # A format of a package that is not installed counts: its name then leads to the package.
+        return did_you_mean(name, sorted({*self.names(), *self._elsewhere}))

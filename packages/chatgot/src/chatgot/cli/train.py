@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -503,8 +504,10 @@ def _check_techniques(names: Iterable[str]) -> None:
     """Raise UnsupportedError for an unknown technique."""
     # Techniques that are turned off as well: a typo must not pass as "off".
     for name in names:
-        if name.upper() in COMBINATIONS:
-            remedy = f"did you mean the combination? --technique {name.upper()}"
+        # Also ``combo-a``.
+        letter = re.sub(r"^combo|^combination|[ _-]", "", name.lower()).upper()
+        if letter in COMBINATIONS:
+            remedy = f"did you mean the combination? --technique {letter}"
             raise UnsupportedError(f"there is no technique named {name!r}", remedy=remedy)
         TECHNIQUE_CLASSES.get(name)
 

@@ -2,11 +2,12 @@
 
 import difflib
 import os
-from collections.abc import Collection, Mapping, Sequence
-from functools import reduce
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache, reduce
 from operator import getitem
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from msgspec import Meta
@@ -21,11 +22,13 @@ from chatgot.settings import (
     NonNegative,
     Section,
     Steps,
+    choices,
     environment_variable_of,
     merged,
     read_settings,
 )
 from tensorkeep.errors import PathLike, UsageError
+from tensorkeep.ext import Registry
 from tensorkeep.ext.checkpoint import options
 
 # Prefix of the settings of groups of parameters, such as ``"optim.groups.embeddings.lr_factor"``.
@@ -48,6 +51,13 @@ _CHOOSE_FROM_BATCHES = ("gradient-accumulation", "pipeline-parallel", "loss-curr
 class DataConfig(Section, frozen=True):
     """The training data."""
 
+    aliases: ClassVar = {
+        "data_path": "source",
+        "processed_data_path": "source",
+        "data_dir": "source",
+        "dataset": "source",
+    }
+
     # A folder of prepared data, or whatever ``tensorkeep data prepare`` takes.
     source: str = "stdlib"
     # How the source is prepared if it is not prepared data. The vocabulary size is for ``"bpe"`` only; ``validation``
@@ -65,6 +75,21 @@ class DataConfig(Section, frozen=True):
 
 class LoopConfig(Section, frozen=True):
     """How long to train, where, and how much at a time."""
+
+    aliases: ClassVar = {
+        "max_iters": "steps",
+        "max_steps": "steps",
+        "num_steps": "steps",
+        "iterations": "steps",
+        "benchmark_iterations": "steps",
+        "epochs": "steps",
+        "num_epochs": "steps",
+        "benchmark_epochs": "steps",
+        "accumulate_grad_batches": "gradient_accumulation_steps",
+        "grad_accum_steps": "gradient_accumulation_steps",
+        "gpu": "device",
+        "cuda": "device",
+    }
 
     # Updates of the weights.
     steps: Count = 1000
@@ -87,6 +112,14 @@ class LoopConfig(Section, frozen=True):
 class EvalConfig(Section, frozen=True):
     """When and on what the validation loss is measured."""
 
+    aliases: ClassVar = {
+        "eval_interval": "every",
+        "eval_every": "every",
+        "eval_iters": "tokens",
+        "eval_batches": "tokens",
+        "early_stopping": "patience",
+    }
+
     # Steps from one evaluation to the next; 0 for one at the end only.
     every: Steps = 250
     # Tokens of the validation split to use, in windows that are spread evenly over it, the same each time; none for all
@@ -100,6 +133,11 @@ class EvalConfig(Section, frozen=True):
 
 class SampleConfig(Section, frozen=True):
     """Text that is generated while training."""
+
+    aliases: ClassVar = {
+        "sample_interval": "every",
+        "max_new_tokens": "tokens",
+    }
 
     # Steps from one sample to the next; 0 for none.
     every: Steps = 0
@@ -117,6 +155,13 @@ class CheckpointConfig(Section, frozen=True):
     The last step is always saved, and so is every step with a new best validation loss, unless ``keep_best`` is 0.
     If ``store`` is the URL of a run in an object store, the steps are uploaded to it as well.
     """
+
+    aliases: ClassVar = {
+        "save_interval": "every",
+        "save_every": "every",
+        "save_steps": "every",
+        "save_total_limit": "keep_last",
+    }
 
     every: Steps = 250
     keep_last: Count = 2
@@ -137,6 +182,12 @@ class AverageConfig(Section, frozen=True):
 
 class LogConfig(Section, frozen=True):
     """How often a line is written to ``log.jsonl``, what it contains, and where its figures are sent as well."""
+
+    aliases: ClassVar = {
+        "log_interval": "every",
+        "logging_steps": "every",
+        "wandb_project": "wandb",
+    }
 
     # Steps from one line about training to the next.
     every: Count = 10
@@ -221,7 +272,7 @@ class Config(Section, frozen=True):
         values = flat(self.as_dict())
         name = RENAMED.get(name, name)
         if name not in values:
-            raise unknown_setting(name, values)
+            raise unknown_setting(name)
         return values[name]
 
     def changed(self, settings: Mapping[str, object]) -> Self:
@@ -259,7 +310,7 @@ class Config(Section, frozen=True):
                 *path, field = name.split(".")
                 reduce(getitem, path, values)[field] = None if value == "none" else value
             else:
-                raise unknown_setting(name, known)
+                raise unknown_setting(name)
         sizes = settings.keys() & {"loop.batch_size", "loop.gradient_accumulation_steps"}
         sizes |= values["techniques"].keys() & set(_CHOOSE_FROM_BATCHES)
         if sizes and "loop.auto_batch_size" not in settings:
@@ -370,7 +421,7 @@ def _check_option(name: str, options: Collection[str]) -> None:
         return
     if name == "--recipe":
         raise UsageError("there is no option --recipe", remedy="give the recipe as a word: tensorkeep train RECIPE")
-    near = ", ".join(f"--{each}" for each in nearest(name.lstrip("-"), [each[2:] for each in (*options, *settings)]))
+    near = ", ".join(map(as_option, meanings(name, options)))
     raise UsageError(
         f"there is no option {name}",
         remedy=f"did you mean {near}?" if near else "see tensorkeep train --help, and --list-settings",
@@ -408,18 +459,74 @@ def _from_file(file: Path, known: Collection[str]) -> dict[str, Any]:
         settings.setdefault("checkpoint.settings", str(file.absolute()))
     for name in settings:
         if name not in known and not name.startswith((TECHNIQUES, GROUPS)):
-            raise unknown_setting(name, known, path=file)
+            raise unknown_setting(name, path=file)
     return settings
 
 
-def unknown_setting(name: str, known: Collection[str], *, path: PathLike | None = None) -> UsageError:
+def unknown_setting(name: str, *, path: PathLike | None = None) -> UsageError:
     """Return the error of a setting that does not exist; its remedy names the nearest ones that do."""
-    near = ", ".join(nearest(name, known))
+    near = ", ".join(meanings(name))
     remedy = f"did you mean {near}?" if near else "see tensorkeep train --list-settings"
     return UsageError(f"there is no setting {name!r}", path=path, remedy=remedy)
 
 
-def nearest(name: str, known: Collection[str]) -> list[str]:
-    # The most common mistake is a missing section.
-    same_field = [each for each in sorted(known) if each.rpartition(".")[2] == name.rpartition(".")[2]]
-    return list(dict.fromkeys([*same_field, *difflib.get_close_matches(name, sorted(known), n=3)]))
+def meanings(word: str, options: Iterable[str] = ()) -> list[str]:
+    """Return up to three settings that an unknown word may mean, such as ``["optim.lr"]`` for ``"learning_rate"``.
+
+    ``"techniques.compile"`` is a technique, and ``"model.norm rmsnorm"`` a setting with a value. ``options`` of the
+    command, such as ``"--resume"``, count as well.
+    """
+    known = {_plain(option): [option] for option in options} | _meanings()
+    # A section may be missing or wrong, and flags of other programs are named `--use_amp`.
+    spellings = _plain(word), _plain(word.rpartition(".")[2]), _plain(word).removeprefix("use")
+    found = next((known[each] for each in spellings if each in known), None)
+    if found is None:
+        # A mistyped value of one setting would hide a name that is spelled nearly the same.
+        names = [each for each, (first, *_) in known.items() if " " not in first]
+        found = [meaning for each in difflib.get_close_matches(spellings[0], names, n=1) for meaning in known[each]]
+    return list(dict.fromkeys(found))[:3]
+
+
+@cache
+def _meanings() -> dict[str, list[str]]:
+    known: dict[str, list[str]] = {}
+    for word, meaning in _words():
+        known.setdefault(_plain(word), []).append(meaning)
+    return known
+
+
+def _words() -> Iterator[tuple[str, str]]:
+    """Yield what techniques, settings and their values are called, and what to write: techniques first, values last."""
+    # Techniques are found by their entry points, because their modules import this one.
+    classes: list[Any] = list(Registry("technique", "chatgot"))
+    for each in classes:
+        yield from ((word, f"{TECHNIQUES}{each.name}") for word in (each.name, *each.aliases))
+    tables = [*_tables(Config), *((f"{TECHNIQUES}{each.name}.", each.Settings) for each in classes)]
+    fields = [(prefix, kind, field) for prefix, kind in tables for field in msgspec.structs.fields(kind)]
+    for prefix, kind, field in fields:
+        table = prefix.rstrip(".").rpartition(".")[2]
+        words = f"{prefix}{field.name}", f"{table}{field.name}", field.name  # as in --compile_mode
+        aliases = [alias for alias, name in kind.aliases.items() if name == field.name]
+        yield from ((word, f"{prefix}{field.name}") for word in (*words, *aliases))
+    # Of two settings, the one of a technique comes first: it also does what belongs to the value.
+    for prefix, _, field in reversed(fields):
+        yield from ((value, f"{prefix}{field.name} {value}") for value in choices(field.type))
+
+
+def _tables(kind: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
+    yield prefix, kind
+    for field in msgspec.structs.fields(kind):
+        if isinstance(field.type, type) and issubclass(field.type, Section):
+            yield from _tables(field.type, f"{prefix}{field.name}.")
+
+
+def _plain(word: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", word.lower())
+
+
+def as_option(meaning: str) -> str:
+    """Return a setting of `meanings` as it is written on the command line: ``--technique compile``, ``--optim.lr``."""
+    section, _, name = meaning.partition(".")
+    if f"{section}." == TECHNIQUES and "." not in name:
+        return f"--technique {name}"
+    return f"--{meaning.removeprefix('--')}"

@@ -1,7 +1,7 @@
 """The configuration of a model, and what follows from it: parameters and FLOPs."""
 
 import math
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import msgspec
 
@@ -125,6 +125,26 @@ class ModelConfig(Section, frozen=True):
     >>> config.head_size, config.mlp_width, config.parameter_count()
     (32, 512, 804096)
     """
+
+    aliases: ClassVar = {
+        "n_layer": "n_layers",
+        "num_layers": "n_layers",
+        "num_hidden_layers": "n_layers",
+        "n_head": "n_heads",
+        "num_heads": "n_heads",
+        "num_attention_heads": "n_heads",
+        "n_embd": "d_model",
+        "hidden_size": "d_model",
+        "embed_dim": "d_model",
+        "d_hid": "d_ff",
+        "intermediate_size": "d_ff",
+        "ffn_dim": "d_ff",
+        "block_size": "context_length",
+        "seq_len": "context_length",
+        "seq_length": "context_length",
+        "sequence_length": "context_length",
+        "max_seq_len": "context_length",
+    }
 
     vocab_size: Count
     context_length: Count

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import torch
@@ -38,6 +38,13 @@ class ParameterGroup(Section, frozen=True):
 
 class OptimConfig(Section, frozen=True):
     """How weights are updated."""
+
+    aliases: ClassVar = {
+        "learning_rate": "lr",
+        "optimizer": "name",
+        "max_grad_norm": "grad_clip",
+        "clip_grad_norm": "grad_clip",
+    }
 
     # ``"adamw"``, or ``"muon"`` for the matrices of the blocks and AdamW for the rest.
     name: Literal["adamw", "muon"] = "adamw"

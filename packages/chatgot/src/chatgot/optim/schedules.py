@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from msgspec import Meta
 
@@ -56,6 +56,14 @@ SCHEDULES: dict[str, Schedule] = {
 
 class ScheduleConfig(Section, frozen=True):
     """How the learning rate changes."""
+
+    aliases: ClassVar = {
+        "scheduler": "name",
+        "lr_scheduler": "name",
+        "warmup": "warmup_steps",
+        "warmup_iters": "warmup_steps",
+        "min_lr": "final",
+    }
 
     # ``"cosine"``, ``"linear"``, ``"wsd"`` (warm-up, stable, decay), ``"constant"``, ``"plateau"``, or ``"range"``: a
     # range test, which rises from ``final`` to the peak, ends early when the loss diverges, and suggests a tenth of the

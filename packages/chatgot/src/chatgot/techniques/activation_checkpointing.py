@@ -39,6 +39,7 @@ class ActivationCheckpointing(Technique):
     """Chen et al., arXiv 1604.06174. Dropout draws the same numbers again, so gradients are bit-identical."""
 
     name: ClassVar = "activation-checkpointing"
+    aliases: ClassVar = ("gradient-checkpointing", "checkpointing", "recomputation", "checkpoint-wrapper")
     changes: ClassVar = "model"
     summary: ClassVar = "keeps only the inputs of blocks for the backward pass, and recomputes the rest"
     effect: ClassVar = "activations take a fraction of the memory, steps 20 to 30% more time"

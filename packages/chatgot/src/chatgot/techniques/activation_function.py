@@ -42,6 +42,7 @@ class ActivationFunction(Technique):
     """Shazeer, arXiv 2002.05202: gated activations are compared at equal size, 2/3 of the width and three matrices."""
 
     name: ClassVar = "activation-function"
+    aliases: ClassVar = ("activation-function-experiments", "gated-activation")
     kind: ClassVar = "algorithmic"
     changes: ClassVar = "model"
     summary: ClassVar = "gives the MLPs another activation, with as many parameters as GELU with 4 d_model"

@@ -29,6 +29,13 @@ class AllocatorSettings(Section, frozen=True):
 
 class Allocator(Technique):
     name: ClassVar = "allocator"
+    aliases: ClassVar = (
+        "memory-optimization",
+        "memory-optimization-settings",
+        "cuda-alloc-conf",
+        "pytorch-cuda-alloc-conf",
+        "pytorch-alloc-conf",
+    )
     changes: ClassVar = "process"
     summary: ClassVar = "verifies the settings of the CUDA allocator, above all expandable segments"
     effect: ClassVar = "less fragmentation when tensor sizes vary; no difference in speed"

@@ -83,6 +83,7 @@ class AttentionKernel(Technique):
     """Only training uses the kernel: generation with a cache has masks and shapes that not all kernels support."""
 
     name: ClassVar = "attention-kernel"
+    aliases: ClassVar = ("flash-attention", "flash-attention-2", "flash-attn", "fa2", "sdpa", "xformers")
     changes: ClassVar = "model"
     # On CUDA, flash, fa3 and cudnn round queries, keys and values to bfloat16.
     tolerance: ClassVar = 5e-3

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from chatgot.config.config import Config
+from chatgot.config.config import Config, as_option, meanings
 from chatgot.settings import Section
 from chatgot.step.state import StepState
 from tensorkeep.errors import TechniqueNotActiveError
@@ -142,6 +142,8 @@ class Technique(ABC):
     ----------
     name : str
         The name that ``--technique`` takes: lower case, words joined by hyphens.
+    aliases : tuple of str
+        Other words for the technique. An error about an unknown word suggests the technique; none of them turns it on.
     kind : str
         ``"systems"``, the default: the losses must not change by more than `tolerance`. ``"algorithmic"``: they may
         change.
@@ -173,6 +175,7 @@ class Technique(ABC):
     """
 
     name: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
     kind: ClassVar[Kind] = "systems"
     changes: ClassVar[Changed]
     tolerance: ClassVar[float] = 0.0
@@ -273,5 +276,11 @@ class Technique(ABC):
         return TechniqueNotActiveError(f"{self.name} was requested and is not active: {observed}", remedy=remedy)
 
 
+class _Techniques(Registry[type[Technique]]):
+    def remedy(self, name: str) -> str:
+        near = ", ".join(map(as_option, meanings(name)))
+        return f"did you mean {near}?" if near else super().remedy(name)
+
+
 # All techniques that are installed; an entry point of `tensorkeep.techniques` adds one.
-TECHNIQUE_CLASSES: Registry[type[Technique]] = Registry("technique", "chatgot")
+TECHNIQUE_CLASSES: Registry[type[Technique]] = _Techniques("technique", "chatgot")

@@ -48,6 +48,7 @@ class Compile(Technique):
     """Ansel et al., ASPLOS 2024. Generation is not compiled: its shapes differ from token to token."""
 
     name: ClassVar = "compile"
+    aliases: ClassVar = ("torch-compile", "compilation", "pytorch-compilation", "pytorch-2.0-compilation")
     changes: ClassVar = "compilation"
     tolerance: ClassVar = 0.01
     summary: ClassVar = "compiles the loss and its gradient, and the Newton-Schulz steps of Muon, into fused kernels"

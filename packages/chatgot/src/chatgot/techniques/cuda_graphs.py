@@ -21,6 +21,7 @@ class CudaGraphs(Technique):
     """Removes the time that kernels wait for Python. Optimizer, clipping and evaluation are not captured."""
 
     name: ClassVar = "cuda-graphs"
+    aliases: ClassVar = ("cuda-graph", "graph-capture")
     changes: ClassVar = "compilation"
     tolerance: ClassVar = 1e-3
     summary: ClassVar = "captures the kernels of a batch, forward and backward, and replays them"

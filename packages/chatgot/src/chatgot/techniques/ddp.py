@@ -18,6 +18,7 @@ class Ddp(ParallelTechnique):
     """Li et al., arXiv 2006.15704. Only the backward pass of a step's last batch exchanges gradients."""
 
     name: ClassVar = "ddp"
+    aliases: ClassVar = ("data-parallel", "data-parallelism", "distributed-data-parallel")
     summary: ClassVar = "lets each process train its rows of every batch, and averages their gradients"
     effect: ClassVar = "nearly linear speed-up if the batch per device is large enough"
     reference: ClassVar = "arXiv 2006.15704; torch.nn.parallel.DistributedDataParallel"

@@ -45,6 +45,7 @@ class Fsdp(ShardingTechnique):
     """Zhao et al., arXiv 2304.11277, with torch's FSDP2: weights, gradients and optimizer states are sharded."""
 
     name: ClassVar = "fsdp"
+    aliases: ClassVar = ("fsdp2", "fully-sharded", "zero")
     axis: ClassVar = SHARD
     summary: ClassVar = "shards weights, gradients and optimizer states among processes, and gathers block by block"
     effect: ClassVar = "state memory is divided by the number of devices; 1.5 times the communication of ddp"

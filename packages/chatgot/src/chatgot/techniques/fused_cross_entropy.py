@@ -37,6 +37,7 @@ class FusedCrossEntropy(Technique):
     """Wijmans et al., arXiv 2411.09009, in chunks, with gradients in the forward pass as in Liger, arXiv 2410.10989."""
 
     name: ClassVar = "fused-cross-entropy"
+    aliases: ClassVar = ("fused-kernels", "fused-kernel-operations", "chunked-cross-entropy", "linear-cross-entropy")
     changes: ClassVar = "model"
     tolerance: ClassVar = 1e-3
     summary: ClassVar = "computes the head and the loss, with their gradients, for a chunk of the tokens at a time"

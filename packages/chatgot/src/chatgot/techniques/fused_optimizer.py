@@ -14,6 +14,7 @@ class FusedOptimizer(Technique):
     """torch's ``AdamW(fused=True)``, also for the parameters that Muon leaves to AdamW."""
 
     name: ClassVar = "fused-optimizer"
+    aliases: ClassVar = ("fused-adamw", "fused-kernels", "fused-kernel-operations")
     changes: ClassVar = "optimizer"
     # The kernel adds in another order, and Adam divides by numbers that may be tiny.
     tolerance: ClassVar = 1e-3

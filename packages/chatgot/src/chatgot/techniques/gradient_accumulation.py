@@ -25,6 +25,7 @@ class GradientAccumulation(Technique):
     """Splits each batch; the setting ``loop.gradient_accumulation_steps`` alone takes more sequences in each step."""
 
     name: ClassVar = "gradient-accumulation"
+    aliases: ClassVar = ("accumulate-grad-batches", "optimized-gradient-accumulation")
     changes: ClassVar = "data"
     # With dropout, micro-batches draw other zeros; without it, only the order of sums differs.
     tolerance: ClassVar = 0.05

@@ -68,6 +68,7 @@ class LrPlateau(_ScheduleTechnique):
     """The schedule ``"plateau"``, as in ``torch.optim.lr_scheduler.ReduceLROnPlateau``; a warm-up is kept."""
 
     name: ClassVar = "lr-plateau"
+    aliases: ClassVar = ("auto-tune-scheduler", "auto-tuned-lr", "reduce-lr-on-plateau")
     summary: ClassVar = "lowers the learning rate whenever the validation loss has stopped improving"
     effect: ClassVar = (
         "a schedule for runs of unknown length; with a known length a tuned cosine is the baseline to beat"
@@ -112,6 +113,7 @@ class LrRangeTest(_ScheduleTechnique):
     """Smith, arXiv 1506.01186: the schedule ``"range"``. A test: use the suggested rate in another run."""
 
     name: ClassVar = "lr-range-test"
+    aliases: ClassVar = ("lr-finder", "learning-rate-finder", "range-test", "auto-tune-scheduler")
     summary: ClassVar = "raises the learning rate step by step until the loss diverges, and suggests a rate"
     effect: ClassVar = (
         "a start for tuning at the price of a short run; include that price, and compare with a tuned rate"

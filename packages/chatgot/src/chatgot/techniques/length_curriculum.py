@@ -36,6 +36,7 @@ class LengthCurriculum(Technique):
     """Platanios et al., arXiv 1903.09848: easy examples first; the longer a document, the harder it is."""
 
     name: ClassVar = "length-curriculum"
+    aliases: ClassVar = ("curriculum", "curriculum-based-training")
     kind: ClassVar = "algorithmic"
     changes: ClassVar = "data"
     summary: ClassVar = "draws windows from short documents at first, and adds longer ones in stages"

@@ -28,6 +28,7 @@ class Lora(Technique):
     """Hu et al., arXiv 2106.09685; the frozen weights come from ``--init-from``."""
 
     name: ClassVar = "lora"
+    aliases: ClassVar = ("adapters", "peft")
     kind: ClassVar = "algorithmic"
     changes: ClassVar = "model"
     summary: ClassVar = "trains adapters of low rank beside the layers of the blocks, and nothing else"

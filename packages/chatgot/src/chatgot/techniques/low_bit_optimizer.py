@@ -34,6 +34,16 @@ class LowBitOptimizer(Technique):
     """Dettmers et al., arXiv 2110.02861, with torchao, in blocks of 256 elements (4 bits: 128) that share a scale."""
 
     name: ClassVar = "low-bit-optimizer"
+    aliases: ClassVar = (
+        "8bit",
+        "8-bit-optimizer",
+        "8-bit-optimizers",
+        "8-bit-adam",
+        "adamw8bit",
+        "bitsandbytes",
+        "bnb",
+        "4bit",
+    )
     changes: ClassVar = "optimizer"
     tolerance: ClassVar = 0.05
     summary: ClassVar = "keeps AdamW's momentum and variance in 8 or 4 bits, in blocks that share a scale"

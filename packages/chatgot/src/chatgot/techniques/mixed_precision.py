@@ -44,6 +44,15 @@ class MixedPrecision(Technique):
     """Micikevicius et al., arXiv 1710.03740, with `torch.autocast`."""
 
     name: ClassVar = "mixed-precision"
+    aliases: ClassVar = (
+        "amp",
+        "autocast",
+        "grad-scaler",
+        "mixed-precision-training",
+        "half-precision",
+        "float16",
+        "bfloat16",
+    )
     changes: ClassVar = "loss"
     tolerance: ClassVar = 0.02
     summary: ClassVar = "computes matmuls in 16 bits, and keeps weights, optimizer and losses in 32"

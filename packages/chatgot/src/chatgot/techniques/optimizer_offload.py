@@ -19,6 +19,7 @@ class OptimizerOffload(Technique):
     """Ren et al., arXiv 2101.06840. Muon stays on the device: its updates are matmuls."""
 
     name: ClassVar = "optimizer-offload"
+    aliases: ClassVar = ("offload", "offloading", "cpu-offload", "cpu-offloading", "zero-offload")
     changes: ClassVar = "optimizer"
     # The kernel of another device adds in another order, and Adam divides by numbers that may be tiny.
     tolerance: ClassVar = 1e-3

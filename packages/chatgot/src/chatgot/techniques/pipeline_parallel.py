@@ -168,6 +168,7 @@ class PipelineParallel(ParallelTechnique):
     """Huang et al., arXiv 1811.06965 (GPipe), and Narayanan et al., arXiv 1806.03377 (1F1B)."""
 
     name: ClassVar = "pipeline-parallel"
+    aliases: ClassVar = ("pipeline-parallelism", "model-parallel", "model-parallelism")
     summary: ClassVar = "gives each process some of the blocks, through which micro-batches pass one after the other"
     effect: ClassVar = (
         "memory is divided by the number of stages; little communication; devices are idle in the pipeline bubble"

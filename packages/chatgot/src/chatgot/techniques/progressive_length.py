@@ -43,6 +43,7 @@ class ProgressiveLength(Technique):
     """Li et al., arXiv 2108.06084, but no token is dropped: the pieces of a window become rows of the batch."""
 
     name: ClassVar = "progressive-length"
+    aliases: ClassVar = ("progressive-growing-sequence-length", "sequence-length-warmup")
     kind: ClassVar = "algorithmic"
     changes: ClassVar = "data"
     summary: ClassVar = "cuts windows into short pieces at first, and trains as many tokens in each step"

@@ -37,6 +37,7 @@ class TensorParallel(ShardingTechnique):
     """Shoeybi et al., arXiv 1909.08053: first layers of attention and MLP are sharded by rows, last ones by columns."""
 
     name: ClassVar = "tensor-parallel"
+    aliases: ClassVar = ("tensor-parallelism", "model-parallel", "model-parallelism")
     summary: ClassVar = "shards the matrices of every block among processes, by heads and by hidden units"
     effect: ClassVar = "the memory of the blocks is divided by the number of devices; two all-reduces per block"
     reference: ClassVar = "arXiv 1909.08053; torch.distributed.tensor.parallel.parallelize_module"

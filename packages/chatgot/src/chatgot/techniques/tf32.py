@@ -29,6 +29,7 @@ class Tf32(Technique):
     """Results, sums, weights and everything else outside matmuls stay in float32."""
 
     name: ClassVar = "tf32"
+    aliases: ClassVar = ("allow-tf32", "matmul-precision")
     changes: ClassVar = "process"
     tolerance: ClassVar = 0.02
     summary: ClassVar = "lets the device round the operands of float32 matmuls"

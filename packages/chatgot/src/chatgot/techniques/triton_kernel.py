@@ -19,6 +19,7 @@ class TritonKernel(Technique):
     """Kernels of our own, as in Liger, arXiv 2410.10989: only the inputs are kept for the backward pass."""
 
     name: ClassVar = "triton-kernel"
+    aliases: ClassVar = ("fused-kernels", "fused-kernel-operations", "custom-kernels", "custom-cuda-kernels")
     changes: ClassVar = "model"
     tolerance: ClassVar = 0.01
     summary: ClassVar = "computes SwiGLU, GeGLU or squared ReLU in one kernel each way, without intermediate results"

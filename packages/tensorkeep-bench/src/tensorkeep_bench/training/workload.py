@@ -10,7 +10,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from chatgot.config.config import RENAMED, TECHNIQUES, Config, nearest, setting_names
+from chatgot.config.config import RENAMED, TECHNIQUES, Config, setting_names, unknown_setting
 from chatgot.config.recipes import get_recipe
 from chatgot.data.dataset import FILE, Dataset
 from chatgot.data.prepare import absolute_source, prepare
@@ -276,9 +276,7 @@ def check_arm(arm: Mapping[str, Any]) -> None:
             remedy = 'remove it from the arm; "steps" and "data" are settings of the experiment'
             raise UsageError(f"{name} is the same for all arms", remedy=remedy)
         if name not in known and not name.startswith(TECHNIQUES):
-            near = ", ".join(nearest(name, known))
-            remedy = f"did you mean {near}?" if near else "see tensorkeep train --list-settings"
-            raise UsageError(f"the setting {name!r} does not exist", remedy=remedy)
+            raise unknown_setting(name)
     try:
         _techniques(arm)
     except UnsupportedError as error:

@@ -34,6 +34,7 @@ class ActivationSwapping(Technique):
     """Rhu et al., arXiv 1602.08124, for all tensors that autograd saves."""
 
     name: ClassVar = "activation-swapping"
+    aliases: ClassVar = ("buffer-swapping", "optimal-buffer-swapping", "swapping", "activation-offload", "save-on-cpu")
     changes: ClassVar = "loss"
     summary: ClassVar = "moves activations to CPU memory, and back for the backward pass"
     effect: ClassVar = "activations take little GPU memory; steps take longer where the bus is slower than the layers"

@@ -44,6 +44,7 @@ class CpuThreads(Technique):
     """The threads that write checkpoints are bound to the same processors."""
 
     name: ClassVar = "cpu-threads"
+    aliases: ClassVar = ("cpu-affinity", "cpu-affinity-optimization", "affinity", "cpu-pinning")
     changes: ClassVar = "process"
     tolerance: ClassVar = 1e-3
     summary: ClassVar = "computes with one thread per physical core, and binds the process to those cores"

@@ -32,6 +32,7 @@ class LossCurriculum(Technique):
     """Loshchilov and Hutter, arXiv 1511.06343, who rank by loss; the trained ranks change as in a curriculum."""
 
     name: ClassVar = "loss-curriculum"
+    aliases: ClassVar = ("curriculum", "curriculum-based-training")
     kind: ClassVar = "algorithmic"
     changes: ClassVar = "data"
     summary: ClassVar = "draws more windows than it trains, and trains the easiest at first, the hardest at last"

@@ -41,6 +41,7 @@ class QuantisedForward(Technique):
     """Jacob et al., arXiv 1712.05877 (int8, straight-through); Micikevicius et al., arXiv 2209.05433 (float8)."""
 
     name: ClassVar = "quantised-forward"
+    aliases: ClassVar = ("quantized-forward", "quantized-forwarding")
     kind: ClassVar = "algorithmic"
     changes: ClassVar = "model"
     summary: ClassVar = "rounds the operands of the blocks' matmuls to 8 bits"

@@ -157,6 +157,7 @@ class SparseAttention(Technique):
     """
 
     name: ClassVar = "sparse-attention"
+    aliases: ClassVar = ("dynamic-sparse-attention",)
     kind: ClassVar = "algorithmic"
     changes: ClassVar = "model"
     summary: ClassVar = "lets each position attend to its own block and to the best few blocks before it"
