@@ -243,9 +243,9 @@ class CheckpointManager:
             threads=options.threads,
             progress=callback_only(options.progress),
             settings=read_settings(options.settings),
-            options=incremental if options.incremental else {},
             copy=True,
         )
+        self._incremental = incremental if options.incremental else {}
         self._base: Path | None = None  # the step that the next incremental save builds on
         self._damaged: dict[Path, str | None] = {}  # steps that a restore found damaged, with their manifests' digests
 
@@ -336,7 +336,13 @@ class CheckpointManager:
         return any(self._ranks.gather(due, "asking whether to save"))
 
     def save(
-        self, step: int, state: object, metrics: Mapping[str, float] | None = None, *, overwrite: bool = False
+        self,
+        step: int,
+        state: object,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        overwrite: bool = False,
+        files: Mapping[str, str | bytes] | None = None,
     ) -> PendingSave:
         """Save a step. The caller is blocked while the state is copied; if not asynchronous, until it is durable.
 
@@ -352,6 +358,10 @@ class CheckpointManager:
         overwrite : bool
             Replace a step of that number. A damaged step is always replaced, so that a run that resumed from an
             earlier step can save it again.
+        files : mapping of str to str or bytes, optional
+            Small files that ``from_pretrained`` reads beside the weights: their contents by name, such as
+            ``{"config.json": model.config.to_json_string()}``. They become durable with the step, are verified like
+            it, and are deleted with it.
 
         Returns
         -------
@@ -382,7 +392,13 @@ class CheckpointManager:
                 self._queue.raise_failure()
                 self._warn_of_failures()
                 overwrite = self._check_free(step, overwrite=overwrite)
-                request = self._request(path, overwrite=overwrite, step=record, started=started)
+                request = self._request(
+                    path,
+                    overwrite=overwrite,
+                    options={**self._incremental, "files": files},
+                    step=record,
+                    started=started,
+                )
                 # After all checks: an error before this leaves the queue as it was.
                 flat = flat_state(state, self._ranks)
             on_durable = partial(self._after_save, path, step)

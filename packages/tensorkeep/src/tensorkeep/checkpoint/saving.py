@@ -330,8 +330,9 @@ def save(
     **options
         Options of the format. Native: ``shard_bytes``, the size after which a new file begins; ``direct_io=False``, to
         write through the page cache (safetensors as well); ``incremental=True``, so that later checkpoints can build
-        on this one; ``base=PATH``, to build on that checkpoint and write only the blocks that have changed; and
-        ``delta=True``, to store these as differences where that is smaller (``compression="lossless"`` only).
+        on this one; ``base=PATH``, to build on that checkpoint and write only the blocks that have changed;
+        ``delta=True``, to store these as differences where that is smaller (``compression="lossless"`` only); and
+        ``files={"config.json": TEXT}``, small files that ``from_pretrained`` reads beside the weights.
         Safetensors: ``shard_bytes``, ``direct_io``, and ``force=True``, to compress tensors although other tools would
         read their bytes as tensors of uint8; a file named ``*.tensorkeep`` needs no ``force``.
 

@@ -45,7 +45,8 @@ def objects(url: str) -> dict[str, int]:
 @pytest.mark.parametrize("compression", ["none", "lossless", "auto", "zstd"])
 def test_round_trip(bucket: Proxy, compression: str) -> None:
     url = f"{BUCKET}/round/{compression}"
-    report = tensorkeep.save(state(5), url, compression=compression, metadata={"a": [1]})
+    files = {"config.json": "{}"}
+    report = tensorkeep.save(state(5), url, compression=compression, metadata={"a": [1]}, files=files)
     assert (report.path, report.direct_io) == (url, False)
     loaded = tensorkeep.load(url)
     assert same(loaded, state(5))

@@ -20,7 +20,8 @@ from tensorkeep.storage.system_errors import store_error, store_errors
 T = TypeVar("T")
 
 _SUFFIXES = "|".join(map(re.escape, (manifests.FILE_NAME, SUFFIX, CODED_SUFFIX, INDEX_SUFFIX)))
-_OUR_NAMES = re.compile(rf".*({_SUFFIXES})|rank-\d{{5,}}(-[0-9a-f]{{16}})?\.json", re.DOTALL)
+_OUR_NAMES = re.compile(rf".*({_SUFFIXES})|rank-\d{{5,}}\.json|{manifests.ATTACHED_NAMES}", re.DOTALL)
+_SAVE_ID = re.compile(r"-[0-9a-f]{16}(?=\.)")
 
 
 def _read(path: Path, read: Callable[[Directory], T]) -> T:
@@ -40,7 +41,7 @@ def is_native(path: Path) -> bool:
 
 
 def is_ours(name: str) -> bool:
-    return _OUR_NAMES.fullmatch(name) is not None
+    return _OUR_NAMES.fullmatch(_SAVE_ID.sub("", name)) is not None
 
 
 def foreign_names(path: Path) -> list[str]:

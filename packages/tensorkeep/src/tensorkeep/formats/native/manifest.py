@@ -54,6 +54,13 @@ MAX_BASES = 8
 _PLAIN_NAME = "[A-Za-z0-9_%-][A-Za-z0-9_%.-]{0,250}"
 FILE_NAME_PATTERN = rf"^(\.\./{_PLAIN_NAME}/)?(?!{MANIFEST_NAME}\Z){_PLAIN_NAME}\Z"
 
+# Files that a caller may attach: what ``from_pretrained`` and ``Trainer`` of Hugging Face read beside the weights. A
+# closed list, so that a checkpoint with a damaged manifest, which lists nothing, can still be replaced.
+ATTACHED_NAMES = (
+    r"(?:(?:generation_|tokenizer_|preprocessor_|processor_)?config|trainer_state|tokenizer|special_tokens_map|added_tokens"
+    r"|vocab)\.json|(?:vocab|merges)\.txt|(?:tokenizer|spiece|sentencepiece\.bpe)\.model|chat_template\.jinja"
+)
+
 _DIGEST = re.compile(r"[0-9a-f]{16}|[0-9a-f]{32}")
 
 Count = Annotated[int, Meta(ge=0)]

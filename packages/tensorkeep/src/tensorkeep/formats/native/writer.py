@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -44,13 +45,24 @@ class NativeOptions(layout.BlockFileOptions, frozen=True):
         returns it, or None, when the writing begins.
     delta : bool
         Whether changed blocks may be stored as differences from the base; only with ``compression="lossless"``.
+    files : mapping of str to str or bytes
+        Contents by name of small files to put beside the weights, such as ``config.json`` for ``from_pretrained``.
     """
 
     incremental: bool | None = None
     base: Any = None
     delta: bool = False
+    files: Any = None
 
     def __post_init__(self) -> None:
+        for name, content in dict(self.files or {}).items():
+            if not (isinstance(name, str) and re.fullmatch(manifests.ATTACHED_NAMES, name)):
+                remedy = "attach what from_pretrained reads, such as config.json; put other values into the state"
+                raise UsageError(f"the file {name!r} cannot be attached to a checkpoint", remedy=remedy)
+            if not isinstance(content, str | bytes):
+                raise UsageError(
+                    f"the content of {name} is of type {type(content).__name__}", remedy="give str or bytes"
+                )
         if self.base is not None and self.incremental is False:
             raise UsageError("a save with a base is incremental", remedy="leave out incremental=False, or the base")
         if not (self.base is None or callable(self.base) or isinstance(self.base, str | os.PathLike)):
@@ -173,6 +185,11 @@ class NativeWrite(StagedWrite):
             logger.info("not all unchanged blocks were taken from the base %s: %s", path, refused)
         return WrittenFiles(files, records + shared, numbers, path if used else None, refused)
 
+    def _attach_files(self, directory: Path, save_id: str) -> Iterator[manifests.FileRecord]:
+        for name, content in dict(self._options.files or {}).items():
+            encoded = content.encode() if isinstance(content, str) else content
+            yield _write_whole(directory, object_name(name, save_id), encoded)
+
     def _write_files(self, directory: Path, base: BaseCheckpoint | None, save_id: str) -> list[data_files.DataFile]:
         settings, options = self._settings, self._options
         context = data_files.WriteContext(
@@ -214,6 +231,7 @@ class SingleProcessWrite(NativeWrite):
             # Indexes would name files that hold some blocks only, or compressed ones.
             if written.base is None and settings.compression == "none":
                 written.records.extend(_write_indexes(commit.path, written.files, commit.save_id))
+            written.records.extend(self._attach_files(commit.path, commit.save_id))
             content = checksummed_json.seal(self._manifest(written))
             # No save may succeed that no load accepts.
             with as_a_reader():
@@ -258,9 +276,13 @@ def _write_indexes(
         # Tools that load a part from several files look for this index.
         if len(shards) > 1:
             name = object_name(shards[0].name.rsplit("-00001-of-", 1)[0] + layout.INDEX_SUFFIX, save_id)
-            content = data_files.index_content(shards)
-            write_file(directory / name, content)
-            yield manifests.FileRecord(name, len(content), len(content), checksummed_json.digest(content))
+            yield _write_whole(directory, name, data_files.index_content(shards))
+
+
+def _write_whole(directory: Path, name: str, content: bytes) -> manifests.FileRecord:
+    write_file(directory / name, content)
+    # Without blocks, so that the checksum of its head is the checksum of the whole file.
+    return manifests.FileRecord(name, len(content), len(content), checksummed_json.digest(content))
 
 
 class SaveCoordinator(Protocol):
@@ -309,6 +331,8 @@ class ShardedWrite(NativeWrite):
         # On a disk, all ranks write into one staging folder. In a store, the id keeps the objects of two saves apart.
         names_id = manifests.save_id(save) if storage_of(directory).remote else ""
         written = self._write_data(directory, save_id=names_id, ranks=size)
+        if rank == 0:
+            written.records.extend(self._attach_files(directory, names_id))
         fragment, tensors = self._fragment(written, save)
         content = checksummed_json.seal(fragment)
         path = directory / object_name(manifests.fragment_name(rank), names_id)
