@@ -30,7 +30,7 @@ PYTHONPATH = os.pathsep.join(map(str, PATHS))
 def start_server() -> None:
     """Start the fork server of this process, if it has none; the package uses the same one."""
     # The first optimizer of a process imports torch's compiler.
-    CONTEXT.set_forkserver_preload(["torch._dynamo", "techniques.several_processes", "tensorkeep.cli.main"])
+    CONTEXT.set_forkserver_preload(["torch._dynamo", "techniques.several_processes", "tensorkeep.cli.options"])
     with pytest.MonkeyPatch.context() as patches:
         patches.setenv("PYTHONPATH", PYTHONPATH)
         patches.setenv("OMP_NUM_THREADS", "1")

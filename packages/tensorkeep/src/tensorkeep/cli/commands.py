@@ -1,12 +1,17 @@
 """The table of commands and their examples. ``tensorkeep --help`` lists the commands without importing one."""
 
+import math
+import re
+import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import Annotated, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Annotated, NamedTuple, NoReturn
 
-from cyclopts import App, Parameter
-
+from tensorkeep.cli.text import columns, has_colours
 from tensorkeep.errors import MissingExtraError, installation_of
+
+if TYPE_CHECKING:
+    from cyclopts import App
 
 # The packages that the commands of this table belong to.
 CORE, TRAINER, BENCH = "tensorkeep", "chatgot", "tensorkeep-bench"
@@ -189,17 +194,67 @@ def epilogue(command: str, program: str = CORE) -> str:
     return "\n".join(["Examples:", *(f"  {line}" for line in examples)]) if examples else ""
 
 
-def add_commands(app: App, commands: Mapping[str, Command]) -> None:
+def summaries(commands: Mapping[str, Command]) -> dict[str, str]:
+    """Return the text of each command and each group in the list of commands."""
+    found: dict[str, str] = {}
+    for name, command in commands.items():
+        group, _, _ = name.rpartition(" ")
+        # All commands of a group are in one package.
+        about = command._replace(summary=GROUPS.get(group, f"Commands of {command.package}.")) if group else command
+        found.setdefault(group or name, about.marked_summary)
+    return found
+
+
+# The flags that a program has without a command.
+_FLAGS = {"--help (-h)": "Display this message and exit.", "--version (-V)": "Display application version."}
+_ASCII = str.maketrans("╭╮╰╯─│", "++++-|")
+
+
+def overview(program: str, description: str, notes: str, commands: Mapping[str, Command]) -> str | None:
+    """Return what ``--help`` prints without a command; None if a terminal is too narrow for it.
+
+    The text is the same as cyclopts'. The imports of cyclopts and rich take twice as long as everything else.
+    """
+    rows = summaries(commands) | _FLAGS
+    width, names = columns(), max(map(len, rows))
+    room = width - names - 6
+    longest = max(len(word) for summary in rows.values() for word in summary.split())
+    if names > math.ceil(width * 0.35) or longest > room:
+        return None  # cyclopts breaks names and words
+    bold, cyan, end = ("\x1b[1m", "\x1b[36m", "\x1b[0m") if has_colours() else ("", "", "")
+    lines = [f"{bold}Usage: {program} COMMAND{end}", "", *_filled(description, width), ""]
+    lines.append(f"╭─ Commands {'─' * (width - 13)}╮")
+    for name, summary in rows.items():
+        for number, text in enumerate(_filled(summary, room)):
+            lines.append(f"│ {cyan}{'' if number else name:{names}}{end}  {text:{room}} │")
+    lines += [f"╰{'─' * (width - 2)}╯", ""]
+    lines += [line for paragraph in notes.splitlines() for line in _filled(paragraph, width)]
+    text = "\n".join(lines)
+    return text if (sys.stdout.encoding or "utf-8").lower().startswith("utf") else text.translate(_ASCII)
+
+
+def _filled(text: str, width: int) -> list[str]:
+    """Break a text between words; like rich, keep the blank after the last word of a line where it fits."""
+    lines = [""]
+    for word in re.findall(r"\s*\S+\s*", text):
+        if lines[-1] and len(lines[-1]) + len(word.rstrip()) > width:
+            lines.append("")
+        lines[-1] += word
+    return [line if len(line.rstrip()) > width else line[:width] for line in lines]
+
+
+def add_commands(app: "App", commands: Mapping[str, Command]) -> None:
     """Add commands, which are imported when they run. A name of two words is a command of a group."""
+    from cyclopts import App
+
     groups: dict[str, App] = {}
-    program = app.name[0]
+    program, about = app.name[0], summaries(commands)
     for position, (name, command) in enumerate(commands.items()):
         group, _, word = name.rpartition(" ")
         if group and group not in groups:
-            about = GROUPS.get(group, f"Commands of {command.package}.")
-            # All commands of a group are in one package.
-            about = about if command.installed else f"{about} (needs {command.package})"
-            groups[group] = App(name=group, help=about, sort_key=position, help_epilogue=epilogue(group, program))
+            groups[group] = App(
+                name=group, help=about[group], sort_key=position, help_epilogue=epilogue(group, program)
+            )
             app.command(groups[group])
         # Without its package, a command is still listed, and raises an error that names the package.
         groups.get(group, app).command(
@@ -212,6 +267,8 @@ def add_commands(app: App, commands: Mapping[str, Command]) -> None:
 
 
 def _not_installed(name: str, command: Command) -> Callable[..., NoReturn]:
+    from cyclopts import Parameter
+
     missing = f"tensorkeep {name} is a command of {command.package}, which is not installed"
 
     # It takes any arguments, because the options of the command are not known.

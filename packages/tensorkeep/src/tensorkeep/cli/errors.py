@@ -8,12 +8,10 @@ from contextlib import suppress
 
 from cyclopts.exceptions import CycloptsError, UnknownCommandError
 
-from tensorkeep.cli.output import finish_stdout, print_json
-from tensorkeep.cli.text import printable
+from tensorkeep.cli.output import print_json
+from tensorkeep.cli.text import finish_stdout, printable
 from tensorkeep.errors import OutOfMemoryError, StoreError, TensorkeepError, UsageError, did_you_mean, is_out_of_memory
 
-# The reader of a pipe has closed it (`tensorkeep ls x | head -1`): 128 + SIGPIPE, as shells do.
-BROKEN_PIPE = 141
 # Exit codes, the most severe first: damage before I/O errors before missing paths.
 _SEVERITY = (4, 3, 5, 7, 6, 2, 1, 0)
 # Keyword arguments in remedies, which the Python API writes for its callers.

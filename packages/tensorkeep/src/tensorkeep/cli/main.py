@@ -5,21 +5,17 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
-from cyclopts import App
-
-from tensorkeep.cli.commands import COMMANDS, CORE, GROUPS, add_commands, epilogue, plug_in_commands
-from tensorkeep.cli.errors import BROKEN_PIPE, report_error
-from tensorkeep.cli.options import (
-    StoreOptions,
-    flags_after_command,
-    from_environment,
-    from_file,
-    with_local_paths,
-)
-from tensorkeep.cli.output import Output, finish_stdout, logging_to_stderr, make_streams_safe
+from tensorkeep.cli.commands import COMMANDS, CORE, GROUPS, Command, add_commands, epilogue, overview, plug_in_commands
+from tensorkeep.cli.text import BROKEN_PIPE, finish_stdout, make_streams_safe
 from tensorkeep.errors import StoreError
 from tensorkeep.version import __version__
+
+if TYPE_CHECKING:
+    from cyclopts import App
+
+# Functions import cyclopts and the modules that use it: `--help` and `--version` take half of the time of that import.
 
 EPILOGUE = """\
 Options also come from the environment (TENSORKEEP_MEMORY_BUDGET=1GiB) and from a TOML file (-C FILE) with one table \
@@ -32,18 +28,20 @@ checkpoint, 6 destination exists, 7 unsupported, 70 internal error, 130 interrup
 DESCRIPTION = "Fast, verified, crash-safe checkpoints for PyTorch, in files that other tools open."
 
 
-def build_app(*, plug_ins: bool = True, name: str = CORE, description: str = DESCRIPTION) -> App:
+def build_app(*, plug_ins: bool = True, name: str = CORE, description: str = DESCRIPTION) -> "App":
     """Return the application with all commands, or the one of another package, named like it, with its commands."""
-    commands = COMMANDS | (plug_in_commands() if plug_ins else {})
-    if name != CORE:
-        commands = {words: command for words, command in commands.items() if command.package == name}
+    from cyclopts import App
+
+    from tensorkeep.cli.options import from_environment, from_file, with_local_paths
+
+    commands = _commands(name, plug_ins=plug_ins)
     # A table of -C is named like the first word of a command.
     tables = [*dict.fromkeys(name.partition(" ")[0] for name in commands)]
     app = App(
         name=name,
         help=description,
         help_format="plaintext",
-        help_epilogue=f"{EPILOGUE}\n\n{epilogue('')}" if name == CORE else EPILOGUE,
+        help_epilogue=_notes(name),
         version=__version__,
         version_flags=["--version", "-V"],
         config=(from_environment, partial(from_file, tables), with_local_paths),
@@ -51,6 +49,15 @@ def build_app(*, plug_ins: bool = True, name: str = CORE, description: str = DES
     # They are imported when they run: `tensorkeep --help` imports neither torch nor numpy.
     add_commands(app, commands)
     return app
+
+
+def _commands(program: str, *, plug_ins: bool = True) -> dict[str, Command]:
+    commands = COMMANDS | (plug_in_commands() if plug_ins else {})
+    return {words: command for words, command in commands.items() if program in (CORE, command.package)}
+
+
+def _notes(program: str) -> str:
+    return f"{EPILOGUE}\n\n{epilogue('')}" if program == CORE else EPILOGUE
 
 
 def main(arguments: Sequence[str] | None = None, name: str = CORE, description: str = DESCRIPTION) -> int:
@@ -68,6 +75,8 @@ def main(arguments: Sequence[str] | None = None, name: str = CORE, description: 
         return code
     if isinstance(failure, BrokenPipeError):
         return BROKEN_PIPE
+    from tensorkeep.cli.errors import report_error
+
     # The output was buffered, and is lost: the command itself succeeded.
     unwritten = StoreError(f"cannot write the output: {failure.strerror}", remedy="free some space, or write elsewhere")
     return report_error(unwritten, as_json=False, verbose=False)
@@ -76,8 +85,15 @@ def main(arguments: Sequence[str] | None = None, name: str = CORE, description: 
 def _run(tokens: list[str], name: str, description: str) -> int:
     # Errors in the options themselves follow --json and -v, too.
     as_json = "--json" in tokens or os.environ.get("TENSORKEEP_JSON", "").lower() in ("1", "true", "yes")
-    output = Output(json=as_json, verbose=not {"-v", "--verbose"}.isdisjoint(tokens))
+    verbose = not {"-v", "--verbose"}.isdisjoint(tokens)
     try:
+        text = _about(tokens, name, description)
+        if text is not None:
+            print(text)
+            return 0
+        from tensorkeep.cli.options import StoreOptions, flags_after_command
+        from tensorkeep.cli.output import Output, logging_to_stderr
+
         # `tensorkeep --json info x`, as git and docker allow it.
         tokens = flags_after_command(tokens, GROUPS)
         # Reading the entry points of all installed packages takes longer than parsing the options.
@@ -92,12 +108,24 @@ def _run(tokens: list[str], name: str, description: str) -> int:
             app.help_formatter = Formatter()
             show_whole_docstring(app.parse_commands(words)[1][-1])
         command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
+        output = bound.arguments.get("output", Output(json=as_json, verbose=verbose))
         # From here on the options are known, with the environment and the file.
-        output = bound.arguments.get("output", output)
+        as_json, verbose = output.json, output.verbose
         store = next((each for each in bound.arguments.values() if isinstance(each, StoreOptions)), StoreOptions())
         with nullcontext() if shows_help else logging_to_stderr(output), store.applied():
             return command(*bound.args, **bound.kwargs) or 0
     except BrokenPipeError:
         raise
     except (Exception, KeyboardInterrupt) as error:
-        return report_error(error, as_json=output.json, verbose=output.verbose)
+        from tensorkeep.cli.errors import report_error
+
+        return report_error(error, as_json=as_json, verbose=verbose)
+
+
+def _about(tokens: list[str], name: str, description: str) -> str | None:
+    """Return what the program prints about itself if there is no command."""
+    if tokens in (["--version"], ["-V"]):
+        return __version__
+    if tokens in ([], ["--help"], ["-h"]):
+        return overview(name, description, _notes(name), _commands(name))
+    return None

@@ -1,8 +1,6 @@
 """The options of every command, and printing by them: JSON or text, notes, progress and log messages."""
 
-import io
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -189,31 +187,3 @@ def logging_to_stderr(output: Output) -> Iterator[None]:
         for log, level in zip(logs, levels, strict=True):
             log.removeHandler(handler)
             log.setLevel(level)
-
-
-def make_streams_safe() -> None:
-    """Replace closed streams, and escape characters that a stream cannot encode."""
-    for name in ("stdin", "stdout", "stderr"):
-        # The caller closed the stream. Without a replacement, the next opened file, such as a checkpoint, would get its
-        # file descriptor, and prints would go into that file.
-        if getattr(sys, name) is None:
-            # Open until the process ends, like the stream that it replaces.
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        # Tests and notebooks replace the streams by objects without `reconfigure`.
-        if isinstance(stream, io.TextIOWrapper):
-            # Under LC_ALL=C a name of a tensor may not be printable.
-            stream.reconfigure(errors="backslashreplace")
-
-
-def finish_stdout() -> OSError | None:
-    """Flush stdout and return the error, if one occurs."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        # The interpreter flushes stdout again at exit, and would print the error a second time.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-        return error
-    return None

@@ -1,14 +1,19 @@
-"""Text and tables: fitted to the width of a terminal, aligned and complete in a pipe."""
+"""Text and tables: fitted to the width of a terminal, aligned and complete in a pipe; the streams of a program."""
 
+import io
+import os
 import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+# The reader of a pipe has closed it (`tensorkeep ls x | head -1`): 128 + SIGPIPE, as shells do.
+BROKEN_PIPE = 141
 _GAP = "  "
 # The least width of a column of names or text, unless all its cells are shorter.
 _NARROWEST = 8
@@ -16,6 +21,34 @@ _NARROWEST = 8
 _LONGEST_WORD = 16
 # A width of names or text that is worth leaving out other columns.
 _COMFORTABLE = 30
+
+
+def make_streams_safe() -> None:
+    """Replace closed streams, and escape characters that a stream cannot encode."""
+    for name in ("stdin", "stdout", "stderr"):
+        # The caller closed the stream. Without a replacement, the next opened file, such as a checkpoint, would get its
+        # file descriptor, and prints would go into that file.
+        if getattr(sys, name) is None:
+            # Open until the process ends, like the stream that it replaces.
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        # Tests and notebooks replace the streams by objects without `reconfigure`.
+        if isinstance(stream, io.TextIOWrapper):
+            # Under LC_ALL=C a name of a tensor may not be printable.
+            stream.reconfigure(errors="backslashreplace")
+
+
+def finish_stdout() -> OSError | None:
+    """Flush stdout and return the error, if one occurs."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # The interpreter flushes stdout again at exit, and would print the error a second time.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        return error
+    return None
 
 
 def printable(text: str) -> str:
@@ -59,7 +92,22 @@ def columns() -> int:
     """Return the width of the terminal, or 80 without one."""
     import shutil
 
-    return shutil.get_terminal_size().columns
+    if found := shutil.get_terminal_size((0, 0)).columns:
+        return found
+    # The output may go through a pager.
+    for stream in (0, 2):
+        with suppress(OSError):
+            return os.get_terminal_size(stream).columns or 80
+    return 80
+
+
+def has_colours() -> bool:
+    """Return whether text on stdout may have colours: on a terminal that has them, or if the user forces them."""
+    # The variables that rich knows.
+    wanted = os.environ.get("FORCE_COLOR") or (
+        sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    )
+    return bool(wanted) and not os.environ.get("NO_COLOR")
 
 
 def ratio(nbytes: int, stored_bytes: int) -> str:
