@@ -4,7 +4,7 @@ import ctypes
 import mmap
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from math import prod
@@ -112,14 +112,12 @@ def read_all(
     progress: Progress | None = None,
     on_error: Callable[[Exception], None] | None = None,
     extent: Callable[[str], int] | None = None,
-    boxes: Iterable[tuple[str, TensorShard]] = (),
 ) -> None:
     """Read stored tensors in parallel into their destinations; a tensor with None is checked and discarded."""
     # `untouched` destinations are newly allocated. `on_error` is called instead of raising the first error, and the
-    # other ranges are read. `extent` returns how many bytes of a tensor to read from its start. `boxes` are filled from
-    # the stored tensors that are named with them.
+    # other ranges are read. `extent` returns how many bytes of a tensor to read from its start.
     shards = {name: leaf for name, leaf in destinations.items() if isinstance(leaf, ShardedLeaf)}
-    boxes = [*boxes, *((name, piece) for name, leaf in shards.items() for piece in leaf.pieces())]
+    boxes = [(name, piece) for name, leaf in shards.items() for piece in leaf.pieces()]
     sizes = {
         name: extent(name) if extent else reader.flat.leaves[name].nbytes for name in destinations if name not in shards
     }
@@ -148,12 +146,21 @@ def read_all(
         for name, piece in boxes
         for read, nbytes in reads_of(reader, name, piece, pool)
     )
-    # A block's stored bytes, and its raw bytes if they cannot be decoded in place.
-    names = {*destinations, *(name for name, _ in boxes)}
-    block_bytes = max(map(reader.block_bytes, names), default=BLOCK_BYTES)
-    usable = pool.threads(threads, thread_bytes(block_bytes, buffers=reader.buffers))
     whole = ((name, *each) for name, nbytes in sizes.items() for each in grid(0, nbytes, reader.block_bytes(name)))
-    parallel.run(chain((partial(task, group) for group in grouped(whole)), pieces), usable)
+    tasks = chain((partial(task, group) for group in grouped(whole)), pieces)
+    parallel.run(tasks, _usable_threads(reader, destinations, threads, pool))
+
+
+def read_boxes(reader: Reader, boxes: Sequence[tuple[str, TensorShard]], threads: int, pool: BufferPool) -> None:
+    """Fill shards in parallel from the stored tensors that are named with them."""
+    reads = (read for name, piece in boxes for read, _ in reads_of(reader, name, piece, pool))
+    parallel.run(reads, _usable_threads(reader, {name for name, _ in boxes}, threads, pool))
+
+
+def _usable_threads(reader: Reader, names: Iterable[str], threads: int, pool: BufferPool) -> int:
+    # A block's stored bytes, and its raw bytes if they cannot be decoded in place.
+    block_bytes = max(map(reader.block_bytes, names), default=BLOCK_BYTES)
+    return pool.threads(threads, thread_bytes(block_bytes, buffers=reader.buffers))
 
 
 def reads_of(

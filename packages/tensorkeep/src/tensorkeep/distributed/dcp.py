@@ -42,7 +42,7 @@ from torch.futures import Future
 from tensorkeep.checkpoint.background import SaveMemory, checked_budget
 from tensorkeep.checkpoint.match import rebuild, refuse_placeholders_of
 from tensorkeep.checkpoint.options import AllowOption, MemorySize, SettingsSource, open_settings, thread_count
-from tensorkeep.checkpoint.ranges import CopyPlan, fill_from_view, read_all
+from tensorkeep.checkpoint.ranges import CopyPlan, fill_from_view, read_boxes
 from tensorkeep.checkpoint.saving import check_request
 from tensorkeep.checkpoint.stateful import paths_to
 from tensorkeep.errors import (
@@ -540,7 +540,7 @@ def read_pieces(reader: Reader, pieces: Sequence[TensorShard], threads: int, poo
             views.append(piece)
         else:
             stored.append((piece.name if alias is None else alias.of, piece))
-    read_all(reader, {}, boxes=stored, threads=threads, pool=pool)
+    read_boxes(reader, stored, threads, pool)
     wait_for_copies(pieces)
     for piece in views:
         fill_from_view(reader, piece.name, [piece], pool)
