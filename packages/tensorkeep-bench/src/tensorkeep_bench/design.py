@@ -129,7 +129,8 @@ def combinations(base: Base, changes: Sequence[Change], combined: Sequence[Combi
             if need is not None:
                 message = f"combination {name!r} has {change.name!r} without {need!r}, which it needs"
                 raise UsageError(message, remedy=f"add {need!r} to its changes")
-        found.add(name, base, members, Place("combination", changes=combination.changes), combination.about)
+        about = " ".join(filter(None, (combination.about, f"Its members: {', '.join(combination.changes)}.")))
+        found.add(name, base, members, Place("combination", changes=combination.changes), about)
     return found
 
 

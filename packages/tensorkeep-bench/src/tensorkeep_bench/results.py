@@ -66,6 +66,7 @@ class Arm(msgspec.Struct, frozen=True):
     about: str = ""
     places: tuple[Place, ...] = (Place("arm"),)  # its own place, then places of arms with the same settings
     slow: bool = False  # whether it works on the smaller model, if the experiment has one
+    use: str = ""  # the command or the call by which a user does what it does
 
 
 class CellRecord(msgspec.Struct, frozen=True):
@@ -168,6 +169,15 @@ class Recommendation(msgspec.Struct, frozen=True, rename={"purpose": "for"}):
     text: str
     arm: str | None = None
     settings: Settings = {}
+    use: str = ""  # of the arm
+
+
+class Advice(msgspec.Struct, frozen=True):
+    """An arm to try, or to avoid; an arm to try has its command or call."""
+
+    arm: str
+    text: str
+    use: str = ""
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -195,6 +205,8 @@ class ResultsSummary(msgspec.Struct, frozen=True):
     interactions: tuple[Interaction, ...] = ()
     warnings: tuple[Caution, ...] = ()
     recommendations: tuple[Recommendation, ...] = ()
+    try_first: tuple[Advice, ...] = ()  # in this order
+    avoid: tuple[Advice, ...] = ()
     claims: tuple[Claim, ...] = ()
 
 

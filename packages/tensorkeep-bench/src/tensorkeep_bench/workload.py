@@ -114,6 +114,10 @@ class Workload(ABC, Generic[SettingsT, ArmT]):
         """Return the names of the measures that an experiment with these settings takes."""
 
     @abstractmethod
+    def use(self, settings: Settings, arm: Settings) -> str:
+        """Return the command or the call by which a user does what an arm does."""
+
+    @abstractmethod
     def measure(self, task: Task) -> Outcome:
         """Run one cell, in the process that was started for it."""
 

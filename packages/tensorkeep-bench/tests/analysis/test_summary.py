@@ -305,6 +305,32 @@ def test_arms_that_help_are_recommended() -> None:
     assert re.fullmatch(all_round, summary["recommendations"][3]["text"])
 
 
+def test_advice_says_what_to_try_in_order_by_which_call_and_what_to_avoid() -> None:
+    arms = {**ARMS, "fastest": truth(0.1, cold=0.4), "costly": truth(0.5, stored=4.0), "far": truth(40.0, stored=0.5)}
+    places = {"fastest": [{"kind": "combination", "changes": ["one", "two"]}]}
+    made = document(arms, noise=0.001, places=places)
+    for arm in made["arms"]:
+        arm["use"] = f"use {arm['name']}"
+    summary = summarise(made)
+    found = {entry["arm"]: entry["text"] for entry in summary["try_first"]}
+    assert list(found) == ["fastest", "fast", "small"]
+    assert found["fastest"].startswith("fastest (one + two): durable save 10.0x and cold load 2.50x")
+    assert found["small"] == "small: bytes on disk 1.52x"
+    for entry in [*summary["try_first"], *summary["recommendations"]]:
+        assert entry["use"] == f"use {entry['arm']}"
+    assert "saving: fastest (one + two), " in summary["recommendations"][0]["text"]
+    avoided = {entry["arm"]: entry["text"] for entry in summary["avoid"]}
+    assert avoided == {
+        "torch": "torch: 10.0 times slower than fastest (durable save)",
+        "slow": "slow: 30.0 times slower than fastest (durable save)",
+        "far": "far: 400 times slower than fastest (durable save)",
+    }
+    summary = summarise(document({"torch": truth(), "slow": truth(3.0), "same": truth()}, noise=0.001))
+    avoided = {entry["arm"]: entry["text"] for entry in summary["avoid"]}
+    assert avoided == {"slow": "slow: worse in durable save (0.333x), and better in nothing"}
+    assert summary["try_first"] == []
+
+
 def test_neither_the_control_nor_arms_without_sync_or_with_wrong_values_are_recommended() -> None:
     arms = {name: truth(0.1) for name in ("loose", "loose too", "wrong")}
     arms = {"torch": truth(), **arms, "fast": truth(0.5)}

@@ -2,20 +2,23 @@
 
 import importlib.util
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
 import tensorkeep
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
 from tensorkeep_bench.checkpoint.measure import LOADS, SAVE, STORED, WRITTEN, measure_tool
-from tensorkeep_bench.checkpoint.states import StatePair
-from tensorkeep_bench.checkpoint.tools import TorchTool, parse_tool, to_arrays, to_tensors
+from tensorkeep_bench.checkpoint.states import StatePair, check_equal
+from tensorkeep_bench.checkpoint.tools import TorchTool, parse_tool, to_arrays, to_tensors, use_of
 
 SETTINGS = [
     *({"tool": tool} for tool in ["torch", "safetensors", "dcp", "tensorstore", "t5x", "orbax", "zipnn", "tensorkeep"]),
@@ -81,3 +84,31 @@ def test_arrays_share_memory_and_keep_the_dtype() -> None:
     assert arrays["f"].ctypes.data == tensors["f"].data_ptr()
     back = to_tensors(arrays)
     assert all(torch.equal(back[name], tensor) and back[name].dtype == tensor.dtype for name, tensor in tensors.items())
+
+
+def test_the_use_of_an_arm_is_a_call_that_saves_like_it(tmp_path: Path) -> None:
+    names = {"tensorkeep": tensorkeep, "torch": torch, "safetensors": safetensors, "FileSystemWriter": FileSystemWriter}
+    for place, settings in enumerate(
+        [
+            {"tool": "torch"},
+            {"tool": "torch", "crc32": False},
+            {"tool": "safetensors"},
+            {"tool": "dcp", "threads": 2},
+            {"tool": "tensorkeep", "compression": "lossless", "direct_io": False, "threads": 2, "verify": False},
+            {"tool": "tensorstore", "zarr": 2, "chunk": "64", "compressor": None, "concurrency": 1, "in_flight": "one"},
+            {"tool": "t5x", "chunk": "1MiB"},
+        ]
+    ):
+        tool, source = parse_tool(settings), {"w": torch.randn(5, 3)}
+        path = tmp_path / f"{place}{tool.suffix}"
+        with case(settings), warnings.catch_warnings():
+            # DCP warns that it saves in one process.
+            warnings.simplefilter("ignore")
+            default = torch.serialization.get_crc32_options()
+            try:
+                exec(use_of(settings), {**names, "state": source, "tensors": source, "path": path})
+            finally:
+                torch.serialization.set_crc32_options(default)
+            check_equal(tool.load(path), source, "use")
+    assert use_of({"tool": "tensorkeep", "threads": 2}) == "tensorkeep.save(state, path, threads=2)"
+    assert use_of({"tool": "no such tool"}) == use_of({}) == ""

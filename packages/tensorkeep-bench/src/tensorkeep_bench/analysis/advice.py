@@ -8,7 +8,7 @@ from typing import get_args
 
 from tensorkeep.ext import counted, format_bytes, format_seconds, number
 from tensorkeep_bench.analysis.samples import Samples, threshold, too_small
-from tensorkeep_bench.results import Arm, Caution, Judged, Measure, Recommendation, Results
+from tensorkeep_bench.results import Advice, Arm, Caution, Judged, Measure, Recommendation, Results
 from tensorkeep_bench.statistics import blocks_needed
 from tensorkeep_bench.wording import difference, gain, gate_words, interval, interval_95, listed, verdict_words
 
@@ -31,11 +31,7 @@ def recommendations(samples: Samples) -> Iterator[Recommendation]:
     # Opening files dominates the time of a small state, so no tool is recommended on it.
     if samples.baseline is None or too_small(samples.results):
         return
-    measures = {
-        measure.name: measure
-        for measure in samples.measures
-        if any(samples.statistics(arm, measure).verdict in get_args(Judged) for arm in samples.arms)
-    }
+    measures = _judged(samples)
     # A restarted job waits for a cold load, so it comes first.
     load = next((name for name in _LOADS if name in measures), "")
     first = ("first load", "load_first")
@@ -47,6 +43,57 @@ def recommendations(samples: Samples) -> Iterator[Recommendation]:
         yield _all_round(samples, judged)
 
 
+def _judged(samples: Samples) -> dict[str, Measure]:
+    return {
+        measure.name: measure
+        for measure in samples.measures
+        if any(samples.statistics(arm, measure).verdict in get_args(Judged) for arm in samples.arms)
+    }
+
+
+def try_first(samples: Samples) -> Iterator[Advice]:
+    """Yield the arms that gain more than they cost, the best first."""
+    if samples.baseline is None or too_small(samples.results):
+        return
+    measures = list(_judged(samples).values())
+    found: list[tuple[float, Advice]] = []
+    for arm in candidates(samples):
+        verdicts = {one.name: samples.statistics(arm, one).verdict for one in measures}
+        better = [one for one in measures if verdicts[one.name] == "helps"]
+        worse = [one for one in measures if verdicts[one.name] == "hurts"]
+        # A gain that is not shown has no weight, and a worse loss is not weighed against speed or memory.
+        score = _score(samples, arm, [*better, *worse])
+        if better and score > 0 and not any(one.unit == "nats" for one in worse):
+            gains = listed([f"{one.label} {number(_gain(samples, arm, one))}x" for one in better])
+            text = f"{_called(arm)}: {gains}{_worse(samples, arm)}"
+            found.append((score, Advice(arm.name, text, arm.use)))
+    yield from (advice for _, advice in sorted(found, key=lambda pair: -pair[0]))
+
+
+def avoid(samples: Samples) -> Iterator[Advice]:
+    """Yield the arms that are far slower than another one, or worse in something and better in nothing."""
+    if samples.baseline is None or too_small(samples.results):
+        return
+    for arm in samples.arms:
+        verdicts = [(measure, samples.statistics(arm, measure).verdict) for measure in samples.primary]
+        hurts = [
+            f"{one.label} ({number(_gain(samples, arm, one))}x)" for one, verdict in verdicts if verdict == "hurts"
+        ]
+        if arm.role == "control":
+            continue
+        if slow := slowness(samples, arm):
+            yield Advice(arm.name, f"{_called(arm)}: {slow}")
+        elif hurts and not any(verdict == "helps" for _, verdict in verdicts):
+            yield Advice(arm.name, f"{_called(arm)}: worse in {listed(hurts)}, and better in nothing")
+
+
+def _called(arm: Arm) -> str:
+    # A letter does not say what a combination is.
+    members = next((place.changes for place in arm.places if place.kind == "combination"), ())
+    joined = " + ".join(members)
+    return f"{arm.name} ({joined})" if members and joined != arm.name else arm.name
+
+
 def candidates(samples: Samples) -> list[Arm]:
     # Not a control, durable, correct in every block, and not far too slow.
     return [arm for arm in _sound(samples) if not slowness(samples, arm)]
@@ -55,7 +102,8 @@ def candidates(samples: Samples) -> list[Arm]:
 def slowness(samples: Samples, arm: Arm) -> str:
     """Return a sentence if an arm is ten times slower than another one in a primary measure, else ""."""
     for measure in samples.primary:
-        if measure.unit not in _TIMES or samples.statistics(arm, measure).gain is None:
+        compared = arm.role == "baseline" or samples.statistics(arm, measure).gain is not None
+        if measure.unit not in _TIMES or not compared:
             continue
         # An arm that does not sync, or is wrong, is not a standard for others.
         others = [other for other in samples.arms if other.role == "baseline" or other in _sound(samples)]
@@ -93,12 +141,12 @@ def _single(samples: Samples, purpose: str, measure: Measure) -> Recommendation:
     if not ranked:
         return Recommendation(purpose, f"{what}: no arm is shown to be better than {samples.baseline}{left_out}")
     best = ranked[0]
-    text = f"{what}: {best.name}, {_gain_text(samples, best, measure)}"
+    text = f"{what}: {_called(best)}, {_gain_text(samples, best, measure)}"
     if purpose != "size":
         stored = samples.compare(best.name, samples.baseline, samples.results.measure("stored"))
         text += f", {number(1 / stored.gain)} of the bytes" if stored else ""
     text += _peers(samples, ranked, measure) + _worse(samples, best) + _failures(samples, best) + left_out
-    return Recommendation(purpose, text, best.name, best.settings)
+    return Recommendation(purpose, text, best.name, best.settings, best.use)
 
 
 def _gain_text(samples: Samples, arm: Arm, measure: Measure) -> str:
@@ -157,11 +205,11 @@ def _all_round(samples: Samples, judged: Mapping[str, Measure]) -> Recommendatio
     # The front alone does not choose: its arms are each better in something.
     best = max(front, key=lambda arm: _score(samples, arm, measures))
     parts = [f"{_what(*pair)}: {_part(samples, best, pair[1])}" for pair in judged.items()]
-    text = f"on this machine, all round: {best.name}; {'; '.join(parts)}{_failures(samples, best)}"
+    text = f"on this machine, all round: {_called(best)}; {'; '.join(parts)}{_failures(samples, best)}"
     others = [arm.name for arm in front if arm is not best]
     if others:
         text += f"; the gains of {listed(others)} are larger in some and smaller in others"
-    return Recommendation("all", text, best.name, best.settings)
+    return Recommendation("all", text, best.name, best.settings, best.use)
 
 
 def _is_better_all_round(samples: Samples, arm: Arm, measures: Sequence[Measure]) -> bool:

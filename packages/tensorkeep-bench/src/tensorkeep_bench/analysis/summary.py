@@ -9,7 +9,7 @@ from dataclasses import asdict
 from msgspec.structs import replace
 
 from tensorkeep.ext import format_bytes
-from tensorkeep_bench.analysis.advice import recommendations, warnings
+from tensorkeep_bench.analysis.advice import avoid, recommendations, try_first, warnings
 from tensorkeep_bench.analysis.claims import check_claims
 from tensorkeep_bench.analysis.samples import SMALLEST_STATE, Samples, judge, noise_of, threshold, too_small
 from tensorkeep_bench.results import (
@@ -59,6 +59,8 @@ def summarise(results: Results) -> ResultsSummary:
         interactions=tuple(interactions_of(samples)),
         warnings=tuple(warnings(samples)),
         recommendations=tuple(recommendations(samples)),
+        try_first=tuple(try_first(samples)),
+        avoid=tuple(avoid(samples)),
         claims=tuple(check_claims(samples)),
     )
 

@@ -38,6 +38,8 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
     maps_files: ClassVar[bool] = False
     # Whether it stores nested states and plain values. Other tools get a flat dict of tensors.
     nested: ClassVar[bool] = False
+    # How a user saves with it; `use` writes the settings in place of the braces.
+    call: ClassVar[str]
 
     @property
     def durable(self) -> bool:
@@ -47,6 +49,11 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
     @classmethod
     def parse(cls, settings: Mapping[str, object]) -> Self:
         return convert(settings, cls, what=f"tool {cls.__struct_config__.tag!r}")
+
+    @classmethod
+    def use(cls, options: Mapping[str, object]) -> str:
+        """Return the Python call by which a user saves like this tool with these settings."""
+        return cls.call.format("".join(f", {name}={value!r}" for name, value in options.items()))
 
     def missing(self) -> str | None:
         """Return why the tool cannot run on this machine, or None."""
@@ -89,7 +96,13 @@ class TensorkeepTool(Tool, frozen=True, tag="tensorkeep"):
     threads: Threads | None = None  # threads that write and read; None for the defaults of `save` and `load`
     verify: bool = True  # verify the checksum of every block that is loaded
 
+    call: ClassVar[str] = "tensorkeep.save(state, path{})"
     nested: ClassVar[bool] = True
+
+    @classmethod
+    def use(cls, options: Mapping[str, object]) -> str:
+        # `save` has no option for loads.
+        return super().use({name: value for name, value in options.items() if name != "verify"})
 
     @property
     def durable(self) -> bool:
@@ -125,8 +138,14 @@ class TorchTool(Tool, frozen=True, tag="torch"):
 
     crc32: bool = True  # whether ``torch.save`` computes the CRC-32 of every record, as it does by default
 
+    call: ClassVar[str] = "torch.save(state, path)"
     suffix: ClassVar[str] = ".pt"
     nested: ClassVar[bool] = True
+
+    @classmethod
+    def use(cls, options: Mapping[str, object]) -> str:
+        crc32 = options.get("crc32", True)
+        return cls.call if crc32 else f"torch.serialization.set_crc32_options(False); {cls.call}"
 
     def save(self, state: Any, path: Path) -> None:
         # The option is global, so other saves of the process must not see it.
@@ -154,6 +173,7 @@ def _numpy_globals() -> list[Any]:
 class SafetensorsTool(Tool, frozen=True, tag="safetensors"):
     """``safetensors.torch.save_file`` and ``load_file``: a flat dict of contiguous tensors that share no memory."""
 
+    call: ClassVar[str] = "safetensors.torch.save_file(tensors, path)"
     suffix: ClassVar[str] = ".safetensors"
     maps_files: ClassVar[bool] = True
 
@@ -169,6 +189,14 @@ class DcpTool(Tool, frozen=True, tag="dcp"):
     """``torch.distributed.checkpoint`` in one process, with its file system writer and reader."""
 
     threads: Threads = 1  # threads of the writer; each writes one file
+
+    call: ClassVar[str] = (
+        "torch.distributed.checkpoint.save(state, storage_writer=FileSystemWriter(path{}), no_dist=True)"
+    )
+
+    @classmethod
+    def use(cls, options: Mapping[str, object]) -> str:
+        return super().use({"thread_count": options["threads"]} if "threads" in options else {})
 
     def save(self, state: Any, path: Path) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -212,6 +240,7 @@ class TensorstoreTool(Tool, frozen=True, tag="tensorstore"):
 
     options: Settings
 
+    call: ClassVar[str] = "tensorkeep.save(state, path, format='tensorstore'{})"
     suffix: ClassVar[str] = ".arrays"
     package: ClassVar[str | None] = "tensorstore"
     format: ClassVar[str] = "tensorstore"
@@ -240,6 +269,7 @@ class TensorstoreTool(Tool, frozen=True, tag="tensorstore"):
 class T5xTool(TensorstoreTool, frozen=True, tag="t5x"):
     """`tensorkeep.save` with ``format="t5x"``: the same arrays in T5X's layout, with T5X's settings as defaults."""
 
+    call: ClassVar[str] = "tensorkeep.save(state, path, format='t5x'{})"
     suffix: ClassVar[str] = ".t5x"
     format: ClassVar[str] = "t5x"
 
@@ -320,6 +350,7 @@ def _tensor(content: npt.NDArray[Any], types: Any) -> torch.Tensor:
 class OrbaxTool(Tool, frozen=True, tag="orbax"):
     """Orbax's synchronous ``PyTreeCheckpointer`` on numpy arrays, with its defaults (OCDBT, its own compression)."""
 
+    call: ClassVar[str] = "orbax.checkpoint.PyTreeCheckpointer().save(path, arrays)"
     package: ClassVar[str | None] = "orbax"
 
     def save(self, state: Any, path: Path) -> None:
@@ -360,6 +391,7 @@ class ZipnnTool(Tool, frozen=True, tag="zipnn"):
 
     threads: Threads = 2
 
+    call: ClassVar[str] = "zipnn.ZipNN(bytearray_dtype=dtype{}).compress(tensor_bytes)"
     suffix: ClassVar[str] = ".znn"
     package: ClassVar[str | None] = "zipnn"
     least_bytes: ClassVar[int] = 4096
@@ -421,3 +453,15 @@ def parse_tool(settings: Mapping[str, object]) -> Tool:
         problem = f"the tool {name!r} does not exist" if "tool" in settings else "the setting 'tool' is missing"
         raise UsageError(problem, remedy=f"tools: {', '.join(_TOOLS)}")
     return _TOOLS[name].parse({key: value for key, value in settings.items() if key != "tool"})
+
+
+def use_of(settings: Settings) -> str:
+    """Return the call by which a user saves like the tool of an arm's settings; "" if the tool is unknown.
+
+    Examples
+    --------
+    >>> use_of({"tool": "tensorstore", "chunk": 262144, "compressor": None})
+    "tensorkeep.save(state, path, format='tensorstore', chunk=262144, compressor=None)"
+    """
+    kind = _TOOLS.get(str(settings.get("tool")))
+    return "" if kind is None else kind.use({name: value for name, value in settings.items() if name != "tool"})

@@ -16,8 +16,8 @@ from tensorkeep_bench.checkpoint.files import KEPT, check_capacity
 from tensorkeep_bench.checkpoint.measure import call_once
 from tensorkeep_bench.checkpoint.models import add_adamw_state, build, parse
 from tensorkeep_bench.checkpoint.states import StatePair
-from tensorkeep_bench.checkpoint.tools import TensorstoreTool, Tool, parse_tool
-from tensorkeep_bench.results import Measure, Subject
+from tensorkeep_bench.checkpoint.tools import TensorstoreTool, Tool, parse_tool, use_of
+from tensorkeep_bench.results import Measure, Settings, Subject
 from tensorkeep_bench.workload import Outcome, PreparedInput, PreparedInputs, Task, Workload, convert
 
 SEED = 20_240_601  # of the random weights
@@ -131,6 +131,9 @@ class CheckpointWorkload(Workload[CheckpointSettings, Tool]):
     def measures_of(self, settings: CheckpointSettings) -> list[str]:
         optional = () if settings.into else (measure.INTO_FIRST, measure.INTO_COLD, measure.INTO_WARM)
         return [each.name for each in MEASURES if each.name not in optional]
+
+    def use(self, settings: Settings, arm: Settings) -> str:
+        return use_of(arm)
 
     def measure(self, task: Task) -> Outcome:
         tool = parse_tool(task.settings)

@@ -55,14 +55,15 @@ def schedule(experiment: Experiment, arms: Sequence[Arm]) -> list[CellRecord]:
 def plan_results(plan: ExperimentPlan, command: str) -> Results:
     """Return the results of a run that has not started: every cell is planned."""
     workload = get_workload(plan.experiment.workload)
-    names = workload.measures_of(workload.parse_settings(plan.experiment.settings))
+    settings = plan.experiment.settings
+    names = workload.measures_of(workload.parse_settings(settings))
     return Results(
         tensorkeep=__version__,
         command=command,
         started=_now(),
         experiment=plan.experiment,
         measures=tuple(measure for measure in workload.measures if measure.name in names),
-        arms=plan.arms,
+        arms=tuple(replace(arm, use=workload.use(settings, arm.settings)) for arm in plan.arms),
         cells=tuple(schedule(plan.experiment, plan.arms)),
     )
 

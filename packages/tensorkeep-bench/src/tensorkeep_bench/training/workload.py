@@ -1,6 +1,7 @@
 """The training workload: a recipe with techniques and other changes, on the same data."""
 
 import os
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,6 +150,19 @@ class TrainingWorkload(Workload[TrainingSettings, Settings]):
 
     def measures_of(self, settings: TrainingSettings) -> list[str]:
         return [each.name for each in MEASURES if each.name != cell.LOSS_IN_TIME or settings.seconds is not None]
+
+    def use(self, settings: Settings, arm: Settings) -> str:
+        ranks, techniques, words = arm.get(RANKS, 1), list[str](), list[str]()
+        for name, value in arm.items():
+            technique, _, setting = name.removeprefix(TECHNIQUES).partition(".")
+            if name.startswith(TECHNIQUES) and (setting or value == "on"):
+                techniques.append(technique)
+            if name != RANKS and (setting or value != "on"):
+                words.append(f"--{name} {'none' if value is None else shlex.quote(str(value))}")
+        start = "tensorkeep" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m tensorkeep"
+        data = f" --data {shlex.quote(settings['data'])}" if settings.get("data") else ""
+        named = f" --technique {','.join(dict.fromkeys(techniques))}" if techniques else ""
+        return " ".join([f"{start} train {settings.get('recipe') or DEFAULT_RECIPE}{data}{named}", *words])
 
     def measure(self, task: Task) -> Outcome:
         given, folder = msgspec.convert(task.input, prepared(TrainingInput)), Path(task.directory)
