@@ -13,9 +13,9 @@ NAMES = """
 BusyError Checkpoint CheckpointManager CorruptCheckpointError DestinationExistsError DiffReport DivergedError
 EverySteps EveryTime InfoReport Keep KeepBest KeepEvery KeepLast KeepThinned LazyTensor LocalTier MissingExtraError
 NotACheckpointError NotFoundError OnSignal OutOfMemoryError PendingSave Placeholder RandomState RanksDisagreeError
-Retention RunLog SaveOptions SaveReport SaveWhen StateMismatchError StateMismatchWarning Step StoreError
-TechniqueNotActiveError TensorNotFoundError TensorkeepError UnsupportedError UnsupportedLeafError UploadStatus
-UsageError VerifyReport __version__ convert diff info load log open register save save_async verify
+ResumableLoader Retention RunLog SaveOptions SaveReport SaveWhen StateMismatchError StateMismatchWarning Step
+StoreError TechniqueNotActiveError TensorNotFoundError TensorkeepError UnsupportedError UnsupportedLeafError
+UploadStatus UsageError VerifyReport __version__ convert diff info load log open register save save_async verify
 """
 
 

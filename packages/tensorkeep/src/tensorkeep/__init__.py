@@ -37,6 +37,7 @@ _check_supported()
 if TYPE_CHECKING:
     from tensorkeep.checkpoint.background import PendingSave, SaveReport
     from tensorkeep.checkpoint.convert import convert
+    from tensorkeep.checkpoint.data_loader import ResumableLoader
     from tensorkeep.checkpoint.diff import DiffReport, diff
     from tensorkeep.checkpoint.info import InfoReport, info
     from tensorkeep.checkpoint.lazy import Checkpoint, LazyTensor, open
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "checkpoint.convert": ("convert",),
+    "checkpoint.data_loader": ("ResumableLoader",),
     "checkpoint.diff": ("DiffReport", "diff"),
     "checkpoint.info": ("InfoReport", "info"),
     "checkpoint.log": ("RunLog", "log"),
@@ -99,10 +101,11 @@ __all__ = [
     "DiffReport", "DivergedError", "EverySteps", "EveryTime", "InfoReport", "Keep", "KeepBest", "KeepEvery",
     "KeepLast", "KeepThinned", "LazyTensor", "LocalTier", "MissingExtraError", "NotACheckpointError",
     "NotFoundError", "OnSignal", "OutOfMemoryError", "PendingSave", "Placeholder", "RandomState",
-    "RanksDisagreeError", "Retention", "RunLog", "SaveOptions", "SaveReport", "SaveWhen", "StateMismatchError",
-    "StateMismatchWarning", "Step", "StoreError", "TechniqueNotActiveError", "TensorNotFoundError",
-    "TensorkeepError", "UnsupportedError", "UnsupportedLeafError", "UploadStatus", "UsageError", "VerifyReport",
-    "__version__", "convert", "diff", "info", "load", "log", "open", "register", "save", "save_async", "verify"
+    "RanksDisagreeError", "ResumableLoader", "Retention", "RunLog", "SaveOptions", "SaveReport", "SaveWhen",
+    "StateMismatchError", "StateMismatchWarning", "Step", "StoreError", "TechniqueNotActiveError",
+    "TensorNotFoundError", "TensorkeepError", "UnsupportedError", "UnsupportedLeafError", "UploadStatus",
+    "UsageError", "VerifyReport", "__version__", "convert", "diff", "info", "load", "log", "open", "register",
+    "save", "save_async", "verify"
 ]  # fmt: skip
 
 

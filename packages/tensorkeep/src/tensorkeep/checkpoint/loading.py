@@ -255,7 +255,7 @@ class _IntoState:
             for path, stateful, state in previous:
                 # The object that refused may refuse its previous state, too; the others must still get theirs.
                 with suppress(Exception):
-                    load_objects(stateful, state, lambda _, each, state: each.value.load_state_dict(state), path)
+                    load_objects(stateful, state, lambda _, each, state: each.methods.load_state_dict(state), path)
             raise
         self._done |= set(self._first)
 
@@ -267,7 +267,7 @@ class _IntoState:
             if self._match.partial and is_module(value):
                 value.load_state_dict(state, strict=False)
             else:
-                value.load_state_dict(state)
+                stateful.methods.load_state_dict(state)
         except TensorkeepError:
             raise
         except REFUSALS as error:

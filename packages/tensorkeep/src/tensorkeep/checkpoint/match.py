@@ -662,7 +662,7 @@ class StateMatch:
         for path, found in self.objects.items():
             if is_below(path, self.unselected):
                 continue
-            value = found.stateful.value
+            value = found.stateful.methods
             if not self.partial:
                 refuse_placeholders_of(self._reader, path, found.saved)
             self._different |= {display((*path, *keys)): what for keys, what in refusals(value, found.saved)}

@@ -13,7 +13,8 @@ import numpy as np
 from tensorkeep.errors import UnsupportedError
 from tensorkeep.ranks.group import RankCoordinator
 from tensorkeep.state.names import Key, KeyPath
-from tensorkeep.state.skeleton import PerRank, check_depth, is_namedtuple, is_stateful, refuse_per_rank, registered_name
+from tensorkeep.state.skeleton import PerRank, check_depth, is_namedtuple, refuse_per_rank, registered_name
+from tensorkeep.state.stateful import PythonGenerator, Stateful, stateful
 
 
 def items(value: Any) -> list[tuple[Key, Any]] | None:
@@ -109,6 +110,13 @@ class StatefulObject:
     state: Any
     names: Mapping[Key, Key] = field(default_factory=dict)
 
+    @property
+    def methods(self) -> Stateful:
+        """The object with ``load_state_dict()``: the value itself, or the access to the state of a generator."""
+        found = stateful(self.value)
+        assert found is not None
+        return found
+
 
 # Loads a state into the object at the end of some keys.
 LoadObject = Callable[[KeyPath, StatefulObject, Any], None]
@@ -116,15 +124,16 @@ LoadObject = Callable[[KeyPath, StatefulObject, Any], None]
 
 def wrap_objects(state: Any, path: KeyPath = (), *, depth: int = 0) -> Any:
     """Replace every object by a `StatefulObject`. Raises UnsupportedLeafError if nested too deeply."""
-    stateful = is_stateful(state)
-    found = None if stateful else items(state)
+    methods = stateful(state)
+    found = items(state) if methods is None else None
     if isinstance(state, PerRank):
         refuse_per_rank(path, nested=True)
-    if not stateful and found is None:
+    if methods is None and found is None:
         return state
     check_depth(path, depth)
-    if found is None:
-        return StatefulObject(state, wrap_objects(state.state_dict(), path, depth=depth + 1))
+    if methods is not None:
+        return StatefulObject(state, wrap_objects(methods.state_dict(), path, depth=depth + 1))
+    assert found is not None  # otherwise returned above
     return with_items(state, {key: wrap_objects(item, (*path, key), depth=depth + 1) for key, item in found})
 
 
@@ -154,7 +163,8 @@ class RandomState:
     """The states of all global random-number generators of this process: Python's, numpy's, torch's, and CUDA's.
 
     Save it with the rest, ``{"model": model, "rng": tensorkeep.RandomState()}``, and a restored run continues with the
-    same random numbers. Generators of your own have states of their own (``torch.Generator.get_state()``).
+    same random numbers. Put generators of your own (`torch.Generator`, `numpy.random.Generator`, `random.Random`) into
+    the state as well, as they are: ``{"noise": generator}``.
 
     Examples
     --------
@@ -169,10 +179,9 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the current states."""
-        version, internal, gauss = random.getstate()
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         found: dict[str, Any] = {
-            "python": {"version": version, "internal": np.array(internal, np.uint32), "gauss": gauss},
+            "python": PythonGenerator(random).state_dict(),
             "numpy": {"kind": kind, "keys": np.array(keys), "position": position, "gauss": [has_gauss, cached]},
         }
         torch = sys.modules.get("torch")
@@ -196,8 +205,8 @@ class RandomState:
         import torch
 
         self.check_state_dict(state)
-        python, numpy_state = state["python"], state["numpy"]
-        random.setstate((python["version"], tuple(map(int, python["internal"])), python["gauss"]))
+        PythonGenerator(random).load_state_dict(state["python"])
+        numpy_state = state["numpy"]
         np.random.set_state((numpy_state["kind"], numpy_state["keys"], numpy_state["position"], *numpy_state["gauss"]))
         if "torch" in state:
             torch.set_rng_state(state["torch"])

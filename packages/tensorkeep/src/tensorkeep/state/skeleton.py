@@ -22,6 +22,7 @@ from tensorkeep.placeholder import Placeholder
 from tensorkeep.state.leaf import LEAF_KINDS, MOST_DIMENSIONS, Array, Leaf, LeafKind
 from tensorkeep.state.names import Key, KeyPath, display
 from tensorkeep.state.sharded import ShardedLeaf
+from tensorkeep.state.stateful import stateful
 
 # The user's dataclasses, enums and named tuples. A file has only the name of a class. Only a class that this process
 # has registered under that name is instantiated, so no file can make the process import or run anything.
@@ -95,15 +96,6 @@ def registered_class(name: str) -> type[Any]:
         remedy = f"import {qualified} from {module} and call tensorkeep.register({qualified}) before loading"
         raise UnsupportedError(f"the state contains a {name}, which is not registered in this process", remedy=remedy)
     return _CLASSES[name]
-
-
-# Objects that a save replaces by their states.
-
-
-def is_stateful(value: object) -> bool:
-    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
-    # The class of a stateful object has these methods, too.
-    return not isinstance(value, type) and all(map(callable, methods))
 
 
 class PerRank:
@@ -508,7 +500,7 @@ class SkeletonWriter:
         encoder = _ENCODERS.get(type(value))
         if encoder is not None:
             return encoder(self, value, path)
-        if isinstance(value, PerRank) or is_stateful(value):
+        if isinstance(value, PerRank) or stateful(value) is not None:
             return self._object(value, path)
         leaf = (ShardedLeaf.of(display(path), value) if self._sharded else None) or Leaf.of(display(path), value)
         if leaf is not None:
@@ -626,7 +618,8 @@ class ObjectWriter(SkeletonWriter):
             refuse_per_rank(path, nested=self._objects > 0)
         # An object may return itself.
         check_depth(path, len(path) + self._objects)
-        state = {str(self._rank): value.value} if is_per_rank else value.state_dict()
+        found = stateful(value)
+        state = {str(self._rank): value.value} if found is None else found.state_dict()
         self._objects += 1
         node = self.encode(state, path)
         self._objects -= 1
@@ -732,6 +725,8 @@ def _unsupported(value: Any, path: KeyPath) -> UnsupportedLeafError:
         remedy = f"call tensorkeep.register({name}) before saving and loading"
     elif callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
         remedy = "pass its state_dict()"
+    elif (data := sys.modules.get("torch.utils.data")) is not None and isinstance(value, data.DataLoader):
+        remedy = "save tensorkeep.ResumableLoader(loader), and use that in the loop"
     elif builtin is not None:
         remedy = f"save {builtin.__name__}(x)"
     elif callable(value):
