@@ -231,8 +231,9 @@ class _Recorder:
         return self._recording._nodes[_identity(os.stat(folder))], name
 
     def open(self, path: Any, flags: int, mode: int = 0, *, dir_fd: int | None = None) -> Generator[None, Any, None]:
+        makes = flags & os.O_CREAT and (flags & os.O_EXCL or not os.path.lexists(path))
         fd = yield
-        place = self._place(path, dir_fd) if flags & os.O_CREAT and flags & os.O_EXCL else None
+        place = self._place(path, dir_fd) if makes else None
         if place is not None:
             self._add("make", self._recording._new(_identity(os.fstat(fd))), place)
 

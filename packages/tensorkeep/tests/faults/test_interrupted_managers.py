@@ -17,6 +17,7 @@ from fault_cases import Choose, copy_tree, swept
 from faults import injection as faults
 from faults import power_loss
 from tensorkeep import CheckpointManager
+from tensorkeep.runs.pruned import FILE_NAME, read_pruned
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
 
@@ -35,7 +36,7 @@ def start(root: Path, **arguments: Any) -> CheckpointManager:
 def saves(number: int, value: int, arguments: dict[str, Any], **options: Any) -> Callable[[Path], None]:
     def work(root: Path) -> None:
         with start(root, **arguments) as manager:
-            manager.save(number, state(value), **options)
+            manager.save(number, state(value), metrics={"value": value}, **options)
 
     return work
 
@@ -94,7 +95,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, Work],
     folder = tmp_path_factory.mktemp("prepared")
     with start(folder / "steps") as manager:
         for number in (1, 2, 3):
-            manager.save(number, state(number)).wait()
+            manager.save(number, state(number), metrics={"value": number}).wait()
 
     def prepare(root: Path, work: Work) -> Path:
         source = folder / ("killed" if work.do is clean_up else "steps")
@@ -130,7 +131,10 @@ def operations(work: Work, root: Path, prepared: Prepare) -> list[str]:
 
 
 def check(root: Path, allowed: States) -> None:
-    """Assert that each step is complete and allowed, that a new manager can save, and that no temporaries remain."""
+    """Assert that each step is complete and allowed, and has left its metrics if it was deleted.
+
+    A new manager can save, and no temporaries remain.
+    """
     manager = start(root)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -146,13 +150,16 @@ def check(root: Path, allowed: States) -> None:
         path = root / f"step-{number:06d}"
         assert tensorkeep.verify(path).ok
         assert any(same(tensorkeep.load(path), state(each)) for each in states - {0})
+    pruned = read_pruned(root)
+    assert set(SAVED) - there <= set(pruned) <= set(SAVED)
+    assert all(step.metrics == {"value": number} for number, step in pruned.items())
     if latest is not None:
         assert latest.number == max(there)
     with start(root) as manager:
         manager.save(9, state(9)).wait()
         assert same(manager.restore(), state(9))
         visible = {f"step-{step.number:06d}" for step in manager.steps()}
-    assert {path.name for path in root.iterdir()} == visible
+    assert {path.name for path in root.iterdir()} - {FILE_NAME} == visible
 
 
 @pytest.mark.integration

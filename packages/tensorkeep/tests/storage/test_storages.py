@@ -12,7 +12,7 @@ import torch
 
 import tensorkeep
 from store_servers import JumpingClock
-from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, NotFoundError
+from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, NotFoundError, StoreError
 from tensorkeep.paths import StorePath
 from tensorkeep.storage import STORAGES, storage_of, store_requests
 from tensorkeep.storage.base import Directory, PendingCommit, SourceFile, Storage
@@ -145,6 +145,10 @@ class MemoryStorage(Storage):
     def write_small(self, path: Path, content: bytes) -> None:
         self.files[path] = content
 
+    def append_lines(self, path: Path, lines: bytes) -> None:
+        content = self.files.get(path, b"")
+        self.files[path] = content + (b"\n" if content and not content.endswith(b"\n") else b"") + lines
+
     def create(self, path: Path, pool: object, cancellation: object, **options: Any) -> MemoryOutput:
         return MemoryOutput(self, path, options.get("progress", lambda count: None))
 
@@ -168,6 +172,33 @@ class TestObjectStorage(StorageSuite):
         monkeypatch.setattr(store_requests, "_connect", lambda *arguments: store)
         with use_clock(JumpingClock()):
             yield StorePath("s3://bucket/run")
+
+    def test_two_processes_that_append_at_once_lose_no_line(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path, storage = folder / "log", storage_of(folder)
+        put = store_requests.put_unless_changed
+        others = [b"b\n", b"c\n"]
+
+        def put_after_another(*arguments: Any) -> bool | None:
+            if others:
+                storage.write_small(path, (storage.first_bytes(path, 100) or b"") + others.pop(0))
+            return put(*arguments)
+
+        monkeypatch.setattr(store_requests, "put_unless_changed", put_after_another)
+        storage.append_lines(path, b"a\n")
+        assert storage.first_bytes(path, 100) == b"b\nc\na\n"
+
+        def put_without_answer(*arguments: Any) -> None:
+            put(*arguments)
+
+        monkeypatch.setattr(store_requests, "put_unless_changed", put_without_answer)
+        storage.append_lines(path, b"d\n")
+        assert storage.first_bytes(path, 100) == b"b\nc\na\nd\n"
+
+        monkeypatch.setattr(store_requests, "put_unless_changed", lambda *arguments: False)
+        with pytest.raises(StoreError, match="changes faster"):
+            storage.append_lines(path, b"e\n")
 
 
 class TestMemoryStorage(StorageSuite):

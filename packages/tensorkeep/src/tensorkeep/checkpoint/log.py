@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,6 +15,7 @@ from tensorkeep.formats.native.reader import occupied_bytes
 from tensorkeep.paths import as_path
 from tensorkeep.plugins import Registry
 from tensorkeep.runs.address import backend_of, run_root
+from tensorkeep.runs.pruned import PrunedStep, read_pruned
 from tensorkeep.runs.steps import Step, best_step, checked_mode, metric_names, mode_of, step_of, usual_metric
 from tensorkeep.storage.parallel import Progress
 
@@ -76,6 +77,8 @@ class RunLog:
     metric, mode : str or None
         The metric that the best step is found by, and whether its ``"min"`` or ``"max"`` is best; None if the steps
         have no metrics, or it is not clear which one counts.
+    pruned : list of PrunedStep
+        ``number``, ``saved_at`` and ``metrics`` of steps that had metrics and were deleted, by number.
 
     Examples
     --------
@@ -94,6 +97,16 @@ class RunLog:
     steps: list[LoggedStep]
     metric: str | None
     mode: str | None
+    pruned: list[PrunedStep] = field(default_factory=list)
+
+    def curves(self) -> dict[str, list[tuple[int, float]]]:
+        """Return step numbers and values of each metric, for all steps that were saved, deleted or not."""
+        every: list[LoggedStep | PrunedStep] = [*self.pruned, *self.steps]
+        found: dict[str, list[tuple[int, float]]] = {}
+        for step in sorted(every, key=lambda step: step.number):
+            for name, value in (step.metrics or {}).items():
+                found.setdefault(name, []).append((step.number, value))
+        return found
 
     @property
     def best(self) -> LoggedStep | None:
@@ -108,7 +121,6 @@ class RunLog:
     def summary(self) -> dict[str, Any]:
         """Return the totals of the run as plain values, as ``tensorkeep info RUN --json`` prints them."""
         complete = [step for step in self.steps if step.problem is None]
-        names = list(dict.fromkeys(name for step in complete for name in step.metrics or {}))
         added = [step.new_bytes for step in complete if step.new_bytes < step.nbytes]
         return {
             "path": self.path,
@@ -123,7 +135,8 @@ class RunLog:
             "occupied_bytes": sum(step.occupied_bytes for step in self.steps),
             "incremental_steps": len(added),
             "median_incremental_bytes": median(added) if added else None,
-            "metrics": {name: _range(complete, name) for name in names},
+            "pruned": len(self.pruned),
+            "metrics": {name: _range([value for _, value in points]) for name, points in self.curves().items()},
             "problems": {str(step.number): step.problem for step in self.steps if step.problem},
         }
 
@@ -199,7 +212,9 @@ def log(
     chosen = _metric(complete, metric, mode)
     best = best_step(complete, chosen, mode) if chosen else None
     entries = [replace(entry, best=best is not None and entry.number == best.number) for entry in entries]
-    return RunLog(os.fspath(root), entries, chosen, mode_of(chosen, mode) if chosen else None)
+    there = {entry.number for entry in entries}
+    pruned = [step for number, step in read_pruned(root).items() if number not in there]
+    return RunLog(os.fspath(root), entries, chosen, mode_of(chosen, mode) if chosen else None, pruned)
 
 
 def _with_space(entry: LoggedStep, files: list[os.stat_result], seen: set[tuple[int, int]]) -> LoggedStep:
@@ -244,8 +259,7 @@ def _problem(error: TensorkeepError, path: Path) -> str:
     return f"{kind}: {as_path(error.path or '').name + ': ' if inside else ''}{error.message}"
 
 
-def _range(steps: list[LoggedStep], name: str) -> dict[str, Any]:
-    values = [step.metrics[name] for step in steps if step.metrics and name in step.metrics]
+def _range(values: list[float]) -> dict[str, Any]:
     # A NaN counts only if nothing else was logged.
     numbers = [value for value in values if value == value] or [float("nan")]
     return {"first": values[0], "last": values[-1], "min": min(numbers), "max": max(numbers)}

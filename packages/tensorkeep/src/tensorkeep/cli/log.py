@@ -99,6 +99,8 @@ def print_summary(found: RunLog) -> None:
         print_lines(f"{counted(total['incremental_steps'], 'incremental step')}: each adds {adds} (median)")
     if found.best:
         print_lines(f"best: step {found.best.number}, {_reason(found)}")
+    if found.pruned:
+        print_lines(_pruned(found))
     print_lines(*(f"step {number}: {problem}" for number, problem in total["problems"].items()))
     if total["metrics"]:
         print()
@@ -129,6 +131,14 @@ def _print_log(found: RunLog, shown: list[LoggedStep], names: list[str]) -> None
     if len(shown) < len(found.steps):
         more = counted(len(found.steps) - len(shown), "earlier step")
         print_lines(f"and {more} (--last {len(found.steps)} shows all)")
+    if found.pruned:
+        print_lines(_pruned(found))
+
+
+def _pruned(found: RunLog) -> str:
+    first, last = found.pruned[0].number, found.pruned[-1].number
+    numbers = f"{first} to {last}" if first < last else f"{first}"
+    return f"the metrics of {counted(len(found.pruned), 'deleted step')} ({numbers}) are in --json and tensorkeep show"
 
 
 def _metrics(found: RunLog) -> list[str]:

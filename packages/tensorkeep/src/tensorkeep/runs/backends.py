@@ -6,6 +6,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from tensorkeep.errors import NotACheckpointError, NotFoundError, TensorkeepErro
 from tensorkeep.formats.native.directory import CheckpointSummary, freed_bytes, summarise
 from tensorkeep.formats.native.sharded import finish_saves
 from tensorkeep.paths import as_path
+from tensorkeep.runs.pruned import PrunedSteps
 from tensorkeep.runs.retention import Keep, KeepAll, unwanted
 from tensorkeep.runs.steps import Step, StepListing, UploadStatus, check_is_step, step_numbers, step_of, step_path
 from tensorkeep.storage import exists, names_in
@@ -71,6 +73,10 @@ class StepBackend(ABC):
     def newest_first(self) -> Iterator[tuple[int, Step | TensorkeepError]]:
         """Yield each step number, the last one first, with the step, read only now, or what is wrong with it."""
 
+    @abstractmethod
+    def read(self, number: int) -> Step:
+        """Read the manifest of a step, and check the sizes of its files."""
+
     def read_nearest(self, path: Path, read: Callable[[Path], T]) -> T:
         """Call ``read`` with the path of the nearest undamaged copy of a step."""
         return read(path)
@@ -117,6 +123,19 @@ class StepBackend(ABC):
     # Deleting steps
 
     @abstractmethod
+    def record(self, steps: Iterable[Step]) -> None:
+        """Keep the metrics of steps that will be deleted, and of steps that a full disk had no room for before."""
+
+    def _record_paths(self, paths: Sequence[Path], snapshot: "StepBackend | None") -> None:
+        if snapshot is not None:
+            chosen = {path.name for path in paths}
+            self.record([step for step in snapshot.listing().steps if as_path(step.path).name in chosen])
+            return
+        for number in step_numbers(path.name for path in paths):
+            with suppress(TensorkeepError):  # a damaged step has no metrics, and may be deleted
+                self.record([self.read(number)])
+
+    @abstractmethod
     def remove_all(self, paths: Sequence[Path]) -> dict[Path, TensorkeepError]:
         """Delete steps that exist; return the steps that could not be deleted, with the errors."""
 
@@ -133,7 +152,9 @@ class StepBackend(ABC):
         with self._deleting:
             self.claim()
             # Steps of a snapshot were checked when they were chosen; a step that was saved meanwhile is not in it.
+            self._record_paths(paths, snapshot)
             failures = (snapshot or self).remove_all(paths)
+            self.record(())
             self._sweep()
         for error in failures.values():
             raise error
@@ -143,7 +164,9 @@ class StepBackend(ABC):
         with self._deleting:
             seen = self.snapshot()
             steps = unwanted(rule, seen.listing().steps, protect)
+            self.record(steps)
             failures = seen.remove_all([as_path(step.path) for step in steps])
+            self.record(())
             # Reported later: the save has succeeded, and the next one deletes the step again.
             self._undeleted = next(iter(failures.values()), self._undeleted)
             self._sweep()
@@ -175,6 +198,20 @@ class SingleTierBackend(StepBackend):
 
     # How long the files of a deleted step remain for readers that have opened the step.
     grace_seconds = 0.0
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.pruned = PrunedSteps(root)
+
+    def after_save(self, number: int, rule: Keep) -> None:
+        self.pruned.saved(number)
+        super().after_save(number, rule)
+
+    def record(self, steps: Iterable[Step]) -> None:
+        self.pruned.add(steps)
+
+    def take_warnings(self) -> list[str]:
+        return [*super().take_warnings(), *self.pruned.take_warnings()]
 
     @abstractmethod
     def summaries(self) -> Iterator[tuple[int, CheckpointSummary | TensorkeepError]]:

@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -155,6 +155,10 @@ class TieredBackend(StepBackend):
         steps: dict[int, Step | TensorkeepError] = {step.number: step for step in found.steps}
         yield from sorted((steps | {**found.broken}).items(), key=lambda each: -each[0])
 
+    def read(self, number: int) -> Step:
+        disk = self._disk.path_of(number)
+        return (self._disk if self._disk.exists(disk) else self._store).read(number)
+
     def read_nearest(self, path: Path, read: Callable[[Path], T]) -> T:
         errors: list[TensorkeepError] = []
         # The disk first: it is faster, and may have what the store does not.
@@ -201,6 +205,7 @@ class TieredBackend(StepBackend):
             self._uploader.drop_copy(number)
 
     def after_save(self, number: int, rule: Keep) -> None:
+        self._disk.pruned.saved(number)
         damaged, overwrite = self._damaged.pop(number, None), self._saving.get(number, False)
         # A damaged copy in the store is replaced, unless another process has replaced it meanwhile.
         overwrite = overwrite or (damaged is not None and damaged == manifest_digest(self._store.path_of(number)))
@@ -217,7 +222,7 @@ class TieredBackend(StepBackend):
         return self._uploader.statuses()
 
     def take_warnings(self) -> list[str]:
-        found = self._store.take_warnings()
+        found = self._store.take_warnings() + self._disk.take_warnings()
         failure = self._uploader.take_failure()
         if failure is not None:
             found.insert(0, f"steps are on the disk, and not in the store yet: {first_line(failure)}")
@@ -251,7 +256,12 @@ class TieredBackend(StepBackend):
             needless = self._unwanted(self._with_store(disk).steps)
             # The next incremental step shares files of the step that was uploaded last: an upload finds them by inode.
             kept = self._kept_on_disk(disk.steps) | {uploaded}
-            for number in ((self._uploader.stored() - self._broken) | needless) - kept:
+            gone = ((self._uploader.stored() - self._broken) | needless) - kept
+            steps = [step for step in disk.steps if step.number in gone]
+            self._disk.record(steps)
+            # A step that no rule keeps may never have been uploaded.
+            self._store.record([step for step in steps if step.number not in self._known])
+            for number in gone:
                 self._remove_from_disk(number)
         except TensorkeepError as error:
             self._undeleted = error
@@ -281,6 +291,11 @@ class TieredBackend(StepBackend):
         return kept.union(step.number for step in by_age[-self._keep_local :])
 
     # Deleting steps
+
+    def record(self, steps: Iterable[Step]) -> None:
+        found = list(steps)
+        self._disk.record(found)
+        self._store.record(found)
 
     def remove_all(self, paths: Sequence[Path]) -> dict[Path, TensorkeepError]:
         return collect_failures(self._remove, paths, TensorkeepError)

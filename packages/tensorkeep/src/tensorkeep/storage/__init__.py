@@ -62,6 +62,10 @@ def write_file(path: Path, content: bytes) -> None:
     storage_of(path).write_small(path, content)
 
 
+def append_lines(path: Path, lines: bytes) -> None:
+    storage_of(path).append_lines(path, lines)
+
+
 def read_directory(path: Path, read: Callable[[Directory], T]) -> T:
     """Call a function with an open directory, again if a save replaced it. The result must close the directory."""
     storage = storage_of(path)

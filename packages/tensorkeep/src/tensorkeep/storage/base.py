@@ -242,6 +242,10 @@ class Storage(ABC):
         """Create a small file with this content, durably."""
 
     @abstractmethod
+    def append_lines(self, path: Path, lines: bytes) -> None:
+        """Append whole lines to a small file, durably. A line that an earlier writer has cut is ended first."""
+
+    @abstractmethod
     def create(
         self, path: Path, pool: BufferPool, cancellation: Cancellation, **options: Unpack[OutputOptions]
     ) -> OutputFile:

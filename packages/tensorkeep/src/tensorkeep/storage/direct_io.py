@@ -132,6 +132,25 @@ def sync_directory(path: Path) -> None:
         close(fd)
 
 
+def append_lines(path: Path, lines: bytes) -> None:
+    """Append lines to a file that no other process changes, durably. Raises StoreError."""
+    with store_errors(path, "write the file"):
+        # O_NONBLOCK: opening a pipe would wait for its reader.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        try:
+            size = os.fstat(fd).st_size
+            cut = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+            left = memoryview(b"\n" + lines if cut else lines)
+            while left:
+                written = os.pwrite(fd, left, size)
+                left, size = left[written:], size + written
+            os.fsync(fd)
+        finally:
+            close(fd)
+        if size == len(lines):  # the file is new
+            sync_directory(path.parent)
+
+
 def write_small(path: Path, content: bytes) -> None:
     # Small content is not page-aligned, and the page cache costs nothing here.
     file = DirectFile(path, direct=False)

@@ -17,7 +17,7 @@ from tensorkeep.state.leaf import Bytes
 from tensorkeep.storage.base import CommitOptions, Directory, OutputFile, PendingCommit, SourceFile, Storage
 from tensorkeep.storage.buffers import ALIGNMENT, BufferPool, round_down, round_up
 from tensorkeep.storage.commit import Commit
-from tensorkeep.storage.direct_io import DirectFile, OutputOptions, transfers, write_small
+from tensorkeep.storage.direct_io import DirectFile, OutputOptions, append_lines, transfers, write_small
 from tensorkeep.storage.parallel import Cancellation
 from tensorkeep.storage.system_errors import close, store_error
 
@@ -270,6 +270,9 @@ class LocalStorage(Storage):
 
     def write_small(self, path: Path, content: bytes) -> None:
         write_small(path, content)
+
+    def append_lines(self, path: Path, lines: bytes) -> None:
+        append_lines(path, lines)
 
     def create(
         self, path: Path, pool: BufferPool, cancellation: Cancellation, **options: Unpack[OutputOptions]

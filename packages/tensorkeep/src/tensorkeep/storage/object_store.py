@@ -29,11 +29,14 @@ from tensorkeep.storage.base import (
     Storage,
 )
 from tensorkeep.storage.buffers import Buffer, BufferPool, round_up
+from tensorkeep.storage.clock import clock
 from tensorkeep.storage.direct_io import OutputOptions
 from tensorkeep.storage.parallel import POLL_SECONDS, Cancellation, Cancelled, start_thread
 from tensorkeep.storage.store_commit import StoreCommit, save_of
 
 _FIRST_BYTES = 64 * 1024
+_APPEND_ATTEMPTS = 10
+_AGAIN_SECONDS = 0.05
 _MOST_OBJECTS = 8
 # Tags and first bytes of the objects that `first_bytes` read last.
 _first: dict[StorePath, tuple[str, bytes]] = {}
@@ -502,6 +505,23 @@ class ObjectStorage(Storage):
     def write_small(self, path: Path, content: bytes) -> None:
         # One request, which is atomic.
         store_requests.put(_url(path), content)
+
+    def append_lines(self, path: Path, lines: bytes) -> None:
+        url = _url(path)
+        # A store cannot append: the object is written again, unless another process has changed it meanwhile.
+        for attempt in range(_APPEND_ATTEMPTS):
+            try:
+                content, seen = store_requests.read(url)
+            except NotFoundError:
+                content, seen = b"", None
+            # The answer to the request before may have been lost although the store has carried it out.
+            if attempt and lines in content:
+                return
+            end = b"\n" if content and not content.endswith(b"\n") else b""
+            if store_requests.put_unless_changed(url, content + end + lines, seen):
+                return
+            clock().sleep(_AGAIN_SECONDS)
+        raise StoreError("changes faster than it can be written", path=path, remedy="try again")
 
     def create(
         self, path: Path, pool: BufferPool, cancellation: Cancellation, **options: Unpack[OutputOptions]

@@ -124,6 +124,16 @@ class StorageSuite:
         with storage.open_file(folder / "c" / "small") as file:
             assert (file.read(0, 3), storage.first_bytes(file.path, 2)) == (b"abc", b"ab")
 
+    def test_lines_are_appended_and_a_cut_line_is_ended(self, storage: Storage, folder: Path) -> None:
+        self.save(storage, folder / "c", b"")
+        path = folder / "log"
+        storage.append_lines(path, b"a\n")
+        storage.append_lines(path, b"b\nc\n")
+        assert storage.first_bytes(path, 100) == b"a\nb\nc\n"
+        storage.write_small(folder / "cut", b"a\nb")
+        storage.append_lines(folder / "cut", b"c\n")
+        assert storage.first_bytes(folder / "cut", 100) == b"a\nb\nc\n"
+
     def test_a_new_file_may_be_dropped(self, storage: Storage, folder: Path) -> None:
         with storage.commit(folder / "c", directory=True, overwrite=False, replaceable=lambda _: True) as commit:
             file = storage.create(commit.path / "data", BufferPool(), Cancellation(), most_bytes=100)

@@ -9,6 +9,7 @@ import torch
 
 import tensorkeep
 from faults.injection import flip_bit
+from tensorkeep.cli.main import main
 from tensorkeep.errors import NotACheckpointError, NotFoundError, UsageError
 
 LOSSES = {10: 3.0, 20: 1.0, 30: 2.0}
@@ -101,3 +102,16 @@ def test_an_unclear_metric_stars_no_step_and_what_is_not_a_run_is_an_error(tmp_p
         tensorkeep.log(tmp_path / "step-000001")
     with pytest.raises(UsageError, match="is one step"):
         tensorkeep.log(f"{tmp_path}@1")
+
+
+def test_the_curves_of_a_run_have_the_steps_that_were_deleted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prune", str(run), "--keep-last", "1", "--yes"]) == 0
+    found = tensorkeep.log(run)
+    assert [step.number for step in found.steps] == [30]
+    assert found.curves()["val_loss"] == list(LOSSES.items())
+    assert found.summary()["metrics"]["val_loss"] == {"first": 3.0, "last": 2.0, "min": 1.0, "max": 3.0}
+    assert [step["number"] for step in found.as_dict()["pruned"]] == [10, 20]
+    capsys.readouterr()
+    for command in ("log", "info"):
+        assert main([command, str(run)]) == 0
+        assert "the metrics of 2 deleted steps (10 to 20) are in" in capsys.readouterr().out

@@ -577,3 +577,24 @@ def test_arguments(tier: Tier) -> None:
         with case(options), pytest.raises(kind, match=message):
             CheckpointManager(**{"root": tier.url, "local": tier.disk, **options}).save(1, state(1))
     assert CheckpointManager(tier.disk).uploads() == []
+
+
+def test_the_bucket_keeps_the_metrics_of_all_steps_also_of_those_that_were_never_uploaded(
+    tier: Tier, gate: threading.Event
+) -> None:
+    with tier.manager(keep_last=1, keep_local=1) as manager:
+        for number in (1, 2, 3, 4):
+            manager.save(number, state(number), metrics={"loss": 1 / number}).wait()
+        gate.set()
+        manager.wait()
+        manager.save(5, state(5), metrics={"loss": 1 / 5}).wait()
+    assert tier.both() == ([5], [5])
+    expected = {number: {"loss": 1 / number} for number in (1, 2, 3, 4)}
+    for place in (tier.url, tier.disk):
+        assert {step.number: step.metrics for step in tensorkeep.log(place).pruned} == expected
+    # Another machine, with an empty disk, deletes a step by hand.
+    with CheckpointManager(tier.url, local=tier.disk.with_name("other")) as manager:
+        manager.save(6, state(6)).wait()
+        manager.wait()
+        manager.delete(5)
+    assert [step.number for step in tensorkeep.log(tier.url).pruned] == [1, 2, 3, 4, 5]

@@ -344,4 +344,4 @@ def test_the_command_line_prunes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["prune", str(tmp_path), "--keep-last", "9"]) == 0
     assert "kept: step 3" in capsys.readouterr().out
     assert main(["prune", str(tmp_path), "--keep-thinned", "1h:0", "1d:1h", "--broken"]) == 0
-    assert names_in(tmp_path) == ["step-000002", "step-000005"]
+    assert names_in(tmp_path) == ["pruned.jsonl", "step-000002", "step-000005"]
