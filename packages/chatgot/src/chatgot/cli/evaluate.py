@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from chatgot import scoring
 from chatgot.cli.data import TEXT, TextOptions
 from chatgot.data.batches import EvaluationWindows
 from chatgot.data.dataset import Dataset
@@ -16,16 +17,6 @@ from chatgot.data.sft_batches import windows_of
 from chatgot.run.data import validation_windows
 from chatgot.run.resume import current_config
 from chatgot.run.weights import TrainedModel, load_trained_at
-from chatgot.scoring import (
-    Precision,
-    affordable_rows,
-    compute_in,
-    read_questions,
-    read_tokens,
-    resolve_precision,
-    score_choices,
-    score_text,
-)
 from chatgot.step.cpu import SpinControl
 from tensorkeep.errors import NotFoundError, UsageError
 from tensorkeep.ext import counted, format_bytes
@@ -52,7 +43,7 @@ class ComputeOptions:
     """
 
     which: Which = "last"
-    precision: Precision = "run"
+    precision: scoring.Precision = "run"
     batch_size: Annotated[int | None, AtLeastOne] = None
     device: str = "auto"
 
@@ -93,29 +84,31 @@ def evaluate(
     if multiple_choice is not None and (data is not None or tokens is not None):
         raise UsageError("--multiple-choice takes no text: --data and --tokens are for a text", remedy="leave one out")
     # Before the model is loaded, which takes long: a mistake in the file shows at once.
-    questions = None if multiple_choice is None else read_questions(multiple_choice)
+    questions = None if multiple_choice is None else scoring.read_questions(multiple_choice)
     trained = load_trained_at(run, which=options.which, device=options.device)
     # With the settings of the last segment, which trained these weights.
     config, place = current_config(trained.folder.record()), trained.model.tokens.weight.device
     for name in set(_NOT_APPLIED) & set(config.techniques):
         output.note(f"{name}, which the run was trained with, is off: the figures are of the model without it")
-    chosen = resolve_precision(config, options.precision)
+    chosen = scoring.resolve_precision(config, options.precision)
     # As many windows as memory allows, because few large matmuls are faster than many small ones.
-    rows = options.batch_size or affordable_rows(config.model, place)
+    rows = options.batch_size or scoring.affordable_rows(config.model, place)
     document: dict[str, Any] = {"run": str(trained.folder.path), "step": trained.step.number}
     document |= {"device": str(place), "precision": chosen}
     begin = time.perf_counter()
-    with SpinControl(), compute_in(chosen, trained.model, config):
+    with SpinControl(), scoring.compute_in(chosen, trained.model, config):
         if questions is not None:
             with output.meter("questions", of_bytes=False) as progress:
-                choices = score_choices(trained.model, questions, trained.tokenizer, rows=rows, progress=progress)
+                choices = scoring.score_choices(
+                    trained.model, questions, trained.tokenizer, rows=rows, progress=progress
+                )
             document |= {"task": "multiple-choice", "file": str(multiple_choice), **choices._asdict()}
         else:
             source, windows = _windows(trained, data, text, tokens, output)
             if windows.note is not None:
                 output.note(windows.note)
             with output.meter("evaluating", of_bytes=False) as progress:
-                score = score_text(trained.model, windows, trained.tokenizer, rows=rows, progress=progress)
+                score = scoring.score_text(trained.model, windows, trained.tokenizer, rows=rows, progress=progress)
             document |= {"task": "text", "data": source, **score._asdict()}
     document["seconds"] = time.perf_counter() - begin
     output.show(document, lambda: Table(("", ""), _rows(document)).show())
@@ -131,7 +124,7 @@ def _windows(
         return data, windows_of(dataset, length, most=most)
     if data is not None:
         with output.meter(f"reading {data}") as progress:
-            tokens = read_tokens(data, trained.tokenizer, progress=progress, **vars(text))
+            tokens = scoring.read_tokens(data, trained.tokenizer, progress=progress, **vars(text))
         return data, EvaluationWindows(tokens, length, most=most)
     place = trained.folder.path / trained.folder.record().data.path
     if not is_prepared(place):

@@ -27,25 +27,14 @@ from tensorkeep.ext.formats import (
 )
 from tensorkeep.ext.state import BY_NAME, DEFAULT_PART, Flat
 from tensorkeep.ext.storage import Bytes, Directory, file_mode, first_bytes, folders_in, names_in, read_directory
-from tensorkeep_formats.tensorstore import specs
-from tensorkeep_formats.tensorstore.library import (
-    MAX_METADATA_BYTES,
-    METADATA_FILE,
-    ArrayDirectory,
-    KvStore,
-    check_metadata_size,
-    context,
-    link_error,
-    linked_mode,
-    scan_folder,
-    tensorstore,
-)
+from tensorkeep_formats.tensorstore import library, specs
+from tensorkeep_formats.tensorstore.library import ArrayDirectory, KvStore, tensorstore
 
 # Files of Orbax's items and steps, and of T5X: these directories belong to other formats.
 _OTHER_FORMATS = frozenset(("_METADATA", "_CHECKPOINT_METADATA", "checkpoint"))
 _MANIFEST = "manifest.ocdbt"
 _MANIFEST_START = bytes.fromhex("0cdb3a2a")
-_ZARR3 = METADATA_FILE[3]
+_ZARR3 = library.METADATA_FILE[3]
 _MAX_ARRAYS = 200_000
 _MAX_DEPTH = 64
 _BATCH = 256
@@ -80,17 +69,19 @@ def is_database(path: Path) -> bool:
 
 
 def _is_node(path: Path) -> bool:
-    if any(first_bytes(path / name, 1) == b"{" for name in (METADATA_FILE[2], ".zgroup")):
+    if any(first_bytes(path / name, 1) == b"{" for name in (library.METADATA_FILE[2], ".zgroup")):
         return True
     content = _zarr3_content(path)
     # Opening the array reports metadata that is too large.
-    return content is not None and (len(content) > MAX_METADATA_BYTES or _node_type(content) in ("array", "group"))
+    return content is not None and (
+        len(content) > library.MAX_METADATA_BYTES or _node_type(content) in ("array", "group")
+    )
 
 
 def _zarr3_content(path: Path) -> bytes | None:
     start = first_bytes(path / _ZARR3, 65536)
     # Most metadata is small: one short read, and a second only for a long file.
-    return start if start is None or len(start) < 65536 else first_bytes(path / _ZARR3, MAX_METADATA_BYTES + 1)
+    return start if start is None or len(start) < 65536 else first_bytes(path / _ZARR3, library.MAX_METADATA_BYTES + 1)
 
 
 def _node_type(content: bytes) -> str | None:
@@ -146,7 +137,7 @@ def _find_in_folders(directory: ArrayDirectory) -> Iterator[KnownArray]:
         folder, shown = Path(directory.root, key), directory.path / key
         if len(Path(key).parts) > _MAX_DEPTH:
             raise UnsupportedError(f"its folders are nested more than {_MAX_DEPTH} deep", path=directory.path)
-        entries = scan_folder(str(folder), shown)
+        entries = library.scan_folder(str(folder), shown)
         folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         version = _version_at(folder, {entry.name for entry in entries}.difference(folders), shown)
         if version is not None:
@@ -155,19 +146,19 @@ def _find_in_folders(directory: ArrayDirectory) -> Iterator[KnownArray]:
             yield KnownArray(key, version, directory.stored_bytes(key))
             continue
         # The target of a link is not searched, so its arrays would be missing.
-        linked = next((entry.name for entry in entries if stat.S_ISDIR(linked_mode(entry))), None)
+        linked = next((entry.name for entry in entries if stat.S_ISDIR(library.linked_mode(entry))), None)
         if linked is not None:
-            raise link_error(shown / linked)
+            raise library.link_error(shown / linked)
         waiting += [f"{key}/{name}" if key else name for name in reversed(folders)]
 
 
 def _version_at(folder: Path, files: set[str], shown: Path) -> int | None:
-    if METADATA_FILE[2] in files:
+    if library.METADATA_FILE[2] in files:
         return 2
     if _ZARR3 not in files:
         return None
     content = _zarr3_content(folder) or b""
-    check_metadata_size(len(content), shown / _ZARR3)
+    library.check_metadata_size(len(content), shown / _ZARR3)
     # Malformed metadata counts as an array, so that opening the array reports it.
     return None if _node_type(content) == "group" else 3
 
@@ -184,7 +175,7 @@ def _find_by_keys(directory: ArrayDirectory) -> list[KnownArray]:
     found: dict[str, int] = {}
     for text in listed:
         folder, _, name = text.rpartition("/")
-        version = next((version for version, file in METADATA_FILE.items() if file == name), None)
+        version = next((version for version, file in library.METADATA_FILE.items() if file == name), None)
         if version is not None:
             # An array with both metadata files counts as zarr v2, as in a directory.
             found[folder] = min(version, found.get(folder, version))
@@ -207,7 +198,7 @@ def _check_count(count: int, directory: ArrayDirectory) -> None:
 
 def _listed_by_web_server(directory: ArrayDirectory) -> list[str]:
     # A web server does not list the arrays of a group: only an array at the URL itself can be read.
-    names = [name for name in METADATA_FILE.values() if first_bytes(directory.path / name, 1) is not None]
+    names = [name for name in library.METADATA_FILE.values() if first_bytes(directory.path / name, 1) is not None]
     if names == [_ZARR3] and _node_type(_zarr3_content(directory.path) or b"") == "group":
         raise UnsupportedError(
             "is a group of arrays, which a web server does not list", path=directory.path, remedy="give one array's URL"
@@ -225,7 +216,7 @@ def _groups(directory: ArrayDirectory, store: Any, keys: list[str]) -> set[str]:
             futures = {key: store.read(f"{key}/{_ZARR3}".lstrip("/")) for key in batch}
             contents = {key: directory.wait(future).value for key, future in futures.items()}
         for key, content in contents.items():
-            check_metadata_size(len(content), directory.path / key / _ZARR3)
+            library.check_metadata_size(len(content), directory.path / key / _ZARR3)
             if _node_type(content) == "group":
                 groups.add(key)
     return groups
@@ -311,11 +302,13 @@ class ArraysReader(Reader):
         in_store = directory.in_store
         # Zarr may leave out chunks of zeros, so a missing chunk of another program is the fill value. Tensorkeep stores
         # all chunks, so there it is an error.
-        self._arrays = _open_all(directory, known, context(in_store=in_store), unread, fill_missing=fill_missing)
+        self._arrays = _open_all(
+            directory, known, library.context(in_store=in_store), unread, fill_missing=fill_missing
+        )
         large = {name: known[name] for name, array in self._arrays.items() if array.row_bytes > self._max_row}
         if large:
             cache = min(max(self._arrays[name].cache_bytes for name in large), machine.memory_limit() // 4)
-            cached = context(cache_bytes=cache, in_store=in_store)
+            cached = library.context(cache_bytes=cache, in_store=in_store)
             self._arrays |= _open_all(directory, large, cached, None, fill_missing=fill_missing)
         checksums = {specs.checksum_of(array.metadata) for array in self._arrays.values()}
         self.verifiable = checksums.pop() if len(checksums) == 1 else None
@@ -480,7 +473,7 @@ def read_own(directory: Directory) -> tuple[TensorStoreSidecar, ArrayDirectory, 
 
 def _check_metadata(notes: TensorStoreSidecar, directory: ArrayDirectory, keys: Mapping[str, str]) -> None:
     # Before TensorStore uses the metadata: damage there could change shapes or dtypes without an error.
-    file = METADATA_FILE[notes.zarr]
+    file = library.METADATA_FILE[notes.zarr]
     with directory.reading():
         store = directory.open_store()
         futures = {name: store.read(f"{key}/{file}") for name, key in keys.items()}

@@ -38,13 +38,7 @@ from tensorkeep.ext.storage import (
     write_small,
 )
 from tensorkeep_formats.tensorstore import library, specs
-from tensorkeep_formats.tensorstore.library import (
-    METADATA_FILE,
-    ArrayDirectory,
-    list_tree,
-    sync_directories,
-    tensorstore,
-)
+from tensorkeep_formats.tensorstore.library import ArrayDirectory, tensorstore
 from tensorkeep_formats.tensorstore.reader import TensorStoreSidecar
 
 # A region takes at most a quarter of the budget, unless a chunk is larger, so that several are in flight.
@@ -291,7 +285,7 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
         sources = {keys[name]: leaf for name, leaf in flat.leaves.items()}
         written = write_arrays(directory, sources, options, budget=budget, threads=settings.threads, meter=meter)
         _write_group(directory, options, commit.path)
-        arrays = list_tree(str(commit.path), commit.path)[0]
+        arrays = library.list_tree(str(commit.path), commit.path)[0]
         if options.kvstore == "ocdbt":
             files = {name: sidecar.SidecarFile(size) for name, size in sorted(arrays.items())}
         else:
@@ -314,7 +308,7 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
         _write_file(commit.path / sidecar.FILE_NAME, content, sync=options.sync)
         # TensorStore syncs files, but not the names of new directories.
         if options.sync:
-            sync_directories(commit.path)
+            library.sync_directories(commit.path)
         stored_bytes = sum(arrays.values()) + len(content)
         commit.publish()
     return WriteResult(stored_bytes=stored_bytes, new_bytes=stored_bytes, peak_buffer_bytes=budget.peak)
@@ -387,7 +381,7 @@ def _describe_tensors(
     if keys:
         with directory.reading():
             store = directory.open_store()
-            futures = {name: store.read(f"{key}/{METADATA_FILE[options.zarr]}") for name, key in keys.items()}
+            futures = {name: store.read(f"{key}/{library.METADATA_FILE[options.zarr]}") for name, key in keys.items()}
             # TensorStore wrote the metadata, so its bytes have to be read back.
             digests = {name: checksummed_json.digest(future.result().value) for name, future in futures.items()}
     # A database mixes all arrays in its files; their bytes are attributed by the sizes of the tensors.

@@ -11,22 +11,11 @@ from typing import Any
 import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError
-from tensorkeep.formats import checksummed_json
+from tensorkeep.formats import boxes, checksummed_json
 from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Problem, Reader, StoredLeaf, Structure
 from tensorkeep.formats.blockfile.plan import BlockRecord, TensorBox
 from tensorkeep.formats.blockfile.read import BlockReader, StoredBlock, StoredTensor, read_ahead
-from tensorkeep.formats.boxes import (
-    Box,
-    BoxTarget,
-    as_range,
-    box_of,
-    box_shape,
-    covering_range,
-    intersection,
-    range_to_boxes,
-    relative,
-    words,
-)
+from tensorkeep.formats.boxes import Box, BoxTarget
 from tensorkeep.formats.decoding import missing_as
 from tensorkeep.formats.model_folder import add_unused
 from tensorkeep.formats.native import manifest as manifests
@@ -175,22 +164,22 @@ class NativeReader(Reader):
         return 1 + blocks
 
     def _leaf(self, tensor: TensorDescription) -> StoredLeaf:
-        boxes = self._opened.boxes[tensor.name]
+        stored = self._opened.boxes[tensor.name]
         codecs: dict[str, None] = {}  # each once, in order
-        for _, box in boxes:
+        for _, box in stored:
             if any(place.bases for place in box.places):
                 codecs["delta"] = None
             codecs |= dict.fromkeys([block.codec for block in box.blocks])
         file = ""
-        if boxes:
-            rank, box = boxes[0]
+        if stored:
+            rank, box = stored[0]
             file = self._opened.fragments[rank].files[box.places[0].file if box.places else box.file].name
         return StoredLeaf(
             self,
             tensor.name,
             BY_NAME[tensor.dtype],
             tensor.shape,
-            stored_bytes=sum([block.length for _, box in boxes for block in box.blocks]),
+            stored_bytes=sum([block.length for _, box in stored for block in box.blocks]),
             codec="+".join(codecs) or "raw",
             file=file,
         )
@@ -242,8 +231,8 @@ class NativeReader(Reader):
                 out[:] = whole[start - first * size : stop - first * size]
             return
         done = 0
-        for box in range_to_boxes(leaf.shape, first, last):
-            shape = box_shape(box)
+        for box in boxes.range_to_boxes(leaf.shape, first, last):
+            shape = boxes.box_shape(box)
             count = prod(shape) * size
             self._fill(name, box, BoxTarget(shape, size, out[done : done + count]), self._pool)
             done += count
@@ -253,24 +242,24 @@ class NativeReader(Reader):
         if not isinstance(self._opened.manifest, Root):
             super().read_box(name, offsets, out, pool)
             return
-        self._fill(name, box_of(offsets, out.shape), BoxTarget.of_leaf(out), pool)
+        self._fill(name, boxes.box_of(offsets, out.shape), BoxTarget.of_leaf(out), pool)
 
     def _fill(self, name: str, wanted: Box, target: BoxTarget, pool: BufferPool) -> None:
         for number, (_, record) in enumerate(self._opened.boxes[name]):
-            box = box_of(record.offsets, record.sizes)
-            common = intersection(box, wanted)
+            box = boxes.box_of(record.offsets, record.sizes)
+            common = boxes.intersection(box, wanted)
             if common is None:
                 continue
             stored = self._box(name, number)
             size = stored.dtype.itemsize
-            inner = relative(common, box)
-            out = target.contiguous(relative(common, wanted))
-            place = as_range(stored.shape, inner)
+            inner = boxes.relative(common, box)
+            out = target.contiguous(boxes.relative(common, wanted))
+            place = boxes.as_range(stored.shape, inner)
             # Contiguous on both sides: read or decode straight into the destination.
             if out is not None and place is not None:
                 self._opened.blocks.read(stored, place[0] * size, place[1] * size, out)
             else:
-                self._scatter(stored, inner, relative(box, wanted), target, pool)
+                self._scatter(stored, inner, boxes.relative(box, wanted), target, pool)
 
     def _scatter(self, stored: StoredTensor, inner: Box, at: Box, target: BoxTarget, pool: BufferPool) -> None:
         """Read the blocks of a stored box that have elements of ``inner``, and copy these elements to the target.
@@ -278,22 +267,22 @@ class NativeReader(Reader):
         ``inner`` has indices within the stored box. ``at`` is the stored box by its indices within the target.
         """
         size = stored.dtype.itemsize
-        first, last = covering_range(stored.shape, inner)
+        first, last = boxes.covering_range(stored.shape, inner)
         stops = (*stored.starts[1:], stored.nbytes)
         for index in range(bisect(stored.starts, first * size) - 1, bisect(stored.starts, last * size - 1)):
             start, stop = stored.starts[index], stops[index]
             # A block is a range of the box's C-order stream, so it is a few boxes.
-            parts = list(range_to_boxes(stored.shape, start // size, stop // size))
+            parts = list(boxes.range_to_boxes(stored.shape, start // size, stop // size))
             spare = target.spare_bytes(stop - start)
             with pool.acquire(round_up(stop - start) + spare) as buffer:
                 self._opened.blocks.read(stored, start, stop, buffer[: stop - start])
                 begin = 0
                 for part in parts:
-                    shape = box_shape(part)
+                    shape = boxes.box_shape(part)
                     end = begin + prod(shape) * size
-                    common = intersection(part, inner)
+                    common = boxes.intersection(part, inner)
                     if common is not None:
-                        data = words(buffer[begin:end], shape, size)[relative(common, part)]
+                        data = boxes.words(buffer[begin:end], shape, size)[boxes.relative(common, part)]
                         region = tuple(
                             slice(x.start + y.start, x.stop + y.start) for x, y in zip(common, at, strict=True)
                         )
