@@ -1,18 +1,14 @@
 """The contract of a codec: it encodes one block, at most 64 MiB of a tensor's raw bytes, from many threads at once."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from tensorkeep.plugins import Registry
+from tensorkeep.state.dtypes import DType
+from tensorkeep.state.leaf import Bytes as Bytes  # part of the contract
 
-if TYPE_CHECKING:
-    from tensorkeep.state.dtypes import DType
-
-# A one-dimensional, contiguous array of bytes.
-Bytes = npt.NDArray[np.uint8]
 # Bytes that are hashed right after they were copied, while they are still in the core's cache.
 _HASH_BYTES = 1024**2
 
@@ -75,7 +71,7 @@ class Codec(Protocol):
     def bound(self, nbytes: int) -> int:
         """Return the most bytes that ``encode`` writes for a block of ``nbytes`` raw bytes."""
 
-    def encode(self, raw: Bytes, dtype: "DType", out: Bytes) -> int:
+    def encode(self, raw: Bytes, dtype: DType, out: Bytes) -> int:
         """Write the coded block to the front of ``out`` and return its length.
 
         Parameters
@@ -88,7 +84,7 @@ class Codec(Protocol):
             The caller's buffer; all of it may be overwritten.
         """
 
-    def decode(self, stored: Bytes, dtype: "DType", out: Bytes) -> None:
+    def decode(self, stored: Bytes, dtype: DType, out: Bytes) -> None:
         """Fill ``out``, which has exactly the raw length, from a coded block.
 
         ``stored`` may be longer than the length that ``encode`` returned: zeros may follow.
