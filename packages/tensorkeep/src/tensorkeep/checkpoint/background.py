@@ -16,8 +16,7 @@ from tensorkeep.errors import BusyError, UsageError
 from tensorkeep.formats.base import BLOCK_BYTES, StagedWrite, WriteResult, thread_bytes
 from tensorkeep.formats.blockfile.write import buffers_per_thread
 from tensorkeep.machine import available_bytes
-from tensorkeep.state.cuda import CudaPageLock
-from tensorkeep.storage.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool
+from tensorkeep.storage.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool, CudaPageLock
 from tensorkeep.storage.object_store import part_bytes
 from tensorkeep.storage.parallel import Cancelled, Signal, default_threads, reset_in_child, shielded, start_thread
 from tensorkeep.units import format_bytes, format_least_bytes, parse_bytes

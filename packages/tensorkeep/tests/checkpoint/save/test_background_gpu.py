@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.state.cuda import CudaPageLock
-from tensorkeep.storage.buffers import BufferPool
+from tensorkeep.storage.buffers import BufferPool, CudaPageLock
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
 
