@@ -115,7 +115,7 @@ def test_the_headline_names_the_best_arm_that_helps_and_an_interrupted_run_is_re
     assert line.startswith(f"Durable save: {best} is {wording.gain(gain)} faster than pytorch (95% ")
     for one in arms.values():
         one["save"]["verdict"] = "within noise"
-    none = "Durable save: no arm is shown to be better than pytorch; of 12: 12 within noise."
+    none = "Durable save: no arm is shown to be better than pytorch; of 11: 11 within noise."
     assert headlines(read(document, tmp_path))[0] == none
     document.update(complete=False, finished=None)
     document["cells"][-1].update(status="planned", figures={})

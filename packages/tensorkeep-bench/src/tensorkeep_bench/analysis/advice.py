@@ -109,7 +109,9 @@ def slowness(samples: Samples, arm: Arm) -> str:
         others = [other for other in samples.arms if other.role == "baseline" or other in _sound(samples)]
         best = max(others, key=lambda other: _gain(samples, other, measure), default=arm)
         factor = _gain(samples, best, measure) / _gain(samples, arm, measure)
-        if factor >= _TEN_TIMES:
+        high, low = samples.statistics(arm, measure).gain_high, samples.statistics(best, measure).gain_low
+        # Where the intervals overlap, the factor may be chance.
+        if factor >= _TEN_TIMES and (high is None or high < (low or 1.0)):
             return f"{number(factor)} times slower than {best.name} ({measure.label})"
     return ""
 
@@ -257,6 +259,7 @@ _HOPELESS = 10.0
 _OUTLYING = math.log(1.2)
 _SLOW_START = math.log(1.1)
 _TOO_SHORT = 0.05
+_ROUNDED = 1.005  # equal figures show no other factor by their rounding
 _MORE_RUNS = 10
 
 _FAILED = {
@@ -280,7 +283,7 @@ def warnings(samples: Samples) -> Iterator[Caution]:
     """Yield all warnings, the gravest first."""
     searches: tuple[Callable[[Samples], Iterator[Caution]], ...] = (
         *(_unreached, _failed_cells, _missing_measures, _no_control, _wide_control),
-        *(_noisy_runs, _odd_blocks, _too_few, _smaller_subjects, _too_short),
+        *(_noisy_runs, _odd_blocks, _other_medians, _too_few, _smaller_subjects, _too_short),
     )
     if too_small(samples.results):
         # Spread and intervals say nothing about a state that is too small to time; failures do.
@@ -413,6 +416,23 @@ def _slower_by(samples: Samples, measure: Measure) -> dict[int, float]:
             for block, log in logs.items():
                 found[block].append(middle - log)
     return {block: median(values) for block, values in sorted(found.items())}
+
+
+def _other_medians(samples: Samples) -> Iterator[Caution]:
+    for measure in samples.primary:
+        base, named = samples.results.statistics(samples.baseline or "", measure.name).per_byte, []
+        for arm in samples.arms:
+            found = samples.statistics(arm, measure)
+            if not base or not found.per_byte or not found.gain_low or not found.gain_high or not found.gain:
+                continue
+            by_median = found.per_byte / base if measure.better == "higher" else base / found.per_byte
+            if not found.gain_low / _ROUNDED <= by_median <= found.gain_high * _ROUNDED:
+                named.append(f"{arm.name} ({gain(by_median)}, gain {gain(found.gain)})")
+        if named:
+            text = f"{measure.label}: the medians differ by another factor than the gain, which compares within blocks"
+            yield Caution(
+                f"{text}: {listed(named)}", f"trust the gain; --runs {_more_runs(samples)} brings them together"
+            )
 
 
 def _too_few(samples: Samples) -> Iterator[Caution]:

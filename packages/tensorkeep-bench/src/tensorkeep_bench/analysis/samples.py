@@ -36,7 +36,7 @@ class Samples:
         return self.results.cells_by_arm.get(arm, [])
 
     def raw(self, arm: str, measure: Measure) -> dict[int, float]:
-        return self.results.figures(arm, measure.name)
+        return comparable_figures(self.results, arm, measure.name)
 
     def per_byte(self, arm: str, measure: Measure) -> dict[int, float]:
         figures = self.raw(arm, measure)
@@ -112,6 +112,19 @@ class Samples:
         return bool(turns) and all(turns)
 
 
+def comparable_figures(results: Results, arm: str, measure: str) -> dict[int, float]:
+    """Return the figures of an arm by block, in the unit of the measure.
+
+    A cell that took turns with the baseline has the figure of the baseline's cell, times their ratio in turns.
+    """
+    found, base = results.figures(arm, measure), results.figures(results.baseline or "", measure)
+    for cell in results.cells_by_arm.get(arm, ()):
+        # The cells of a block ran at other times, so that their own figures may differ the other way than their turns.
+        if cell.block in found and cell.block in base and (pairs := cell.turns.get(measure)):
+            found[cell.block] = base[cell.block] * math.exp(typical_log_ratio(pairs))
+    return found
+
+
 def typical_log_ratio(pairs: Sequence[tuple[float, float]]) -> float:
     logs = sorted(math.log(ours / theirs) for ours, theirs in pairs)
     # The interquartile mean: other work on the machine disturbs single pairs by much.
@@ -144,8 +157,8 @@ def noise_of(controls: Sequence[Comparison]) -> Noise | None:
 
 # The verdicts that `judge` gives, and their rules; {least} is the smallest difference that is worth a verdict.
 RULES: dict[Verdict, str] = {
-    "helps": "the whole interval is above 1, adjusted p is below 0.05, and the gain exceeds {least} and the control's",
-    "hurts": "the whole interval is below 1, adjusted p is below 0.05, and the loss exceeds {least} and the control's",
+    "helps": "the interval is above 1, adjusted p is below 0.05, and the gain exceeds {least} and the control (A/A)",
+    "hurts": "the interval is below 1, adjusted p is below 0.05, and it is worse by more than {least} and the control",
     "about the same": "the whole interval, like the control's (A/A), lies within {least} of 1",
     "within noise": "the interval includes 1 and lies within the differences that the control (A/A) shows",
     "undecided": "no other rule holds after so many blocks; more blocks may decide",

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tensorkeep.ext import counted, prepared
+from tensorkeep_bench.analysis.samples import comparable_figures
 from tensorkeep_bench.results import Arm, CellRecord, Measure, Results
 from tensorkeep_bench.statistics import Description, describe
 from tensorkeep_bench.wording import capitalised
@@ -75,15 +76,17 @@ class FigureScale(NamedTuple):
     def label(self) -> str:
         return f"{self.measure.label} ({self.unit})"
 
-    def figure(self, cell: CellRecord) -> float | None:
-        value = cell.figures.get(self.measure.name)
+    def figure(self, cell: CellRecord, value: float | None) -> float | None:
+        """Return the figure of a cell in this unit; None if it has none."""
         if value is None or cell.status != "ok" or (self.per_byte and not cell.amount):
             return None
         # Divided by the raw bytes, because arms that worked on a smaller subject have smaller figures.
         return value * self.factor / (cell.amount or 1) if self.per_byte else value * self.factor
 
     def values(self, results: Results, arm: str) -> list[float]:
-        return [value for cell in results.cells_by_arm[arm] if (value := self.figure(cell)) is not None]
+        shown = comparable_figures(results, arm, self.measure.name)
+        found = [self.figure(cell, shown.get(cell.block)) for cell in results.cells_by_arm[arm]]
+        return [value for value in found if value is not None]
 
     def describe(self, results: Results, arm: str) -> Description | None:
         return describe(values) if (values := self.values(results, arm)) else None
@@ -102,7 +105,8 @@ def scale_of(results: Results, measure: Measure) -> FigureScale:
         )
     # Seconds per byte are too small to read, so they are per GB.
     plain = FigureScale(measure, measure.unit, 1e9 if per_byte else 1.0, per_byte)
-    largest = max((abs(v) for cell in results.cells if (v := plain.figure(cell)) is not None), default=0.0)
+    figures = (plain.figure(cell, cell.figures.get(measure.name)) for cell in results.cells)
+    largest = max((abs(value) for value in figures if value is not None), default=0.0)
     unit, factor = _unit(measure.unit, largest)
     return FigureScale(measure, f"{unit} per GB of state" if per_byte else unit, factor * plain.factor, per_byte)
 

@@ -51,7 +51,8 @@ def purpose(recommendation: Recommendation) -> str:
 
 def _headline(results: Results, measure: Measure, baseline: str) -> str:
     label = capitalised(measure.label)
-    found = {arm.name: results.statistics(arm.name, measure.name) for arm in compared_arms(results)}
+    arms = [arm.name for arm in compared_arms(results) if arm.name != baseline]
+    found = {name: results.statistics(name, measure.name) for name in arms}
     counts = _counts(list(found.values()))
     if noisy := too_noisy(results, measure):
         return f"{label}: {noisy}{counts}."
@@ -66,7 +67,7 @@ def _headline(results: Results, measure: Measure, baseline: str) -> str:
 
 
 def _counts(found: list[ArmStatistics]) -> str:
-    words = [_COUNTED.get(one.verdict, verdict_words(one)) for one in found if one.verdict not in (None, "baseline")]
+    words = [_COUNTED.get(one.verdict, verdict_words(one)) for one in found if one.verdict is not None]
     # In the order of the rules, which is the order in which a reader looks for them.
     order = [_COUNTED.get(verdict, verdict) for verdict in get_args(Verdict)]
     counts = sorted(Counter(words).items(), key=lambda pair: order.index(pair[0].partition(" after ")[0]))

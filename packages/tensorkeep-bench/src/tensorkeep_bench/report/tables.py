@@ -127,9 +127,10 @@ def _row(results: Results, arm: Arm, scale: FigureScale) -> tuple[TableEntry, ..
     verdict = verdict_words(found)
     if described is None:
         status = why_not_run(cells)[0]
-        # All cells ran, so only this measure is missing.
-        verdict = status if status != NOTHING or not cells else "not measured"
-        figures = [TableEntry(verdict, tone="faint"), *entries(NOTHING, NOTHING)]
+        # One wrong result decides, whatever else happened. If all cells ran, only this measure is missing.
+        if found.verdict != "wrong result":
+            verdict = status if status != NOTHING or not cells else "not measured"
+        figures = [TableEntry(verdict, tone="faint", about=found.reason or ""), *entries(NOTHING, NOTHING)]
     else:
         both = spread(described.mean, described.std)
         figures = [TableEntry(verdict, tone=TONES.get(found.verdict, ""), about=found.reason or "")]
