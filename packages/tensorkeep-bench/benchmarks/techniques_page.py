@@ -5,6 +5,8 @@ several did together from the results of the experiments in `_COMBINED`. ``tenso
 test checks that the page is up to date.
 """
 
+import json
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from page import RESULTS, markdown
 from tensorkeep.units import counted, format_bytes
 from tensorkeep_bench.analysis.samples import PRACTICAL
 from tensorkeep_bench.report.tables import why_not_run
-from tensorkeep_bench.results import Arm, ArmStatistics, Results, read_results
+from tensorkeep_bench.results import Arm, ArmStatistics, Results, Settings, read_results
 from tensorkeep_bench.wording import NOTHING, difference, gain, interval
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "techniques.md"
@@ -30,6 +32,31 @@ _COMBINED = ("combinations", "best-stack", "training-claims")
 
 _MANY_ARMS = 20
 """With fewer arms, results are of chosen techniques."""
+
+# The experiments of ChatGoT's roadmap: the number in its tracking table, the number in its tables of implemented and
+# planned optimisations, its name and difficulty there, and the arms of the experiment `techniques`.
+_ROADMAP = (
+    ("01", "05", "PyTorch 2.0+ Compilation", "easy", "compile"),
+    ("02", "06", "Flash Attention 2", "medium", "attention-flash"),
+    ("03", "03", "Gradient Accumulation", "easy", "gradient-accumulation"),
+    ("04", "", "CUDA Graphs", "hard", "cuda-graphs"),
+    ("05", "02", "Activation (Gradient) Checkpointing", "medium", "activation-checkpointing"),
+    ("06", "07", "8-bit Optimizers", "easy", "low-bit-8"),
+    ("07", "08", "Activation Function Experiments", "medium", "swiglu geglu relu2"),
+    ("08", "", "CPU Affinity Optimization", "easy", "cpu-threads"),
+    ("09", "01", "Mixed Precision Training", "easy", "mixed-precision"),
+    ("10", "", "Auto-tune scheduler", "medium", "lr-plateau lr-range-test"),
+    ("11", "", "Fused Kernel Operations", "hard", "fused-cross-entropy fused-optimizer triton-kernel"),
+    ("12", "10", "Tensor (Model) Parallelism", "hard", "tensor-parallel pipeline-parallel fsdp"),
+    ("", "04", "Memory Optimization Settings", "", "tf32 allocator"),
+    ("", "09", "CPU Offloading", "medium", "optimizer-offload"),
+    ("", "", "Progressive Growing Sequence Length", "", "progressive-length"),
+    ("", "", "Dynamic Sparse Attention", "", "sparse-attention"),
+    ("", "", "Curriculum-based Training", "", "length-curriculum loss-curriculum"),
+    ("", "", "Quantized Forwarding", "", "quantised-forward"),
+    ("", "", "Optimal Buffer Swapping", "", "activation-swapping"),
+)
+_GPU = "training-gpu.json"
 
 _HEAD = """# Techniques
 
@@ -58,7 +85,7 @@ def page() -> str:
     )
     parts = [_HEAD, _overview(techniques), *(measured_table(results) for results in measured)]
     parts += ["## Named combinations\n", combined, *(combined_table(results) for results in together)]
-    parts += [_section(each, techniques) for each in techniques]
+    parts += [roadmap(measured), *(_section(each, techniques) for each in techniques)]
     return "\n".join(parts)
 
 
@@ -86,6 +113,39 @@ def combined_table(results: Results) -> str:
     return about + markdown(headings, rows)
 
 
+def roadmap(measured: list[Results]) -> str:
+    """Return the table of the roadmap's experiments, with the effect of each technique that was measured here."""
+    gpu = json.loads((RESULTS / _GPU).read_text())
+    device = gpu["environment"]["devices"][0]["name"]
+    about = (
+        "The experiments of ChatGoT's optimization roadmap: *tracked* is the number in its tracking table, *listed*\n"
+        "the number in its tables of implemented and planned optimizations; its additional ideas have no number. All\n"
+        "are implemented here. Speed, memory and loss are against the plain loop, on 2 cores as in the tables above.\n"
+        f"On one {device} each speed comes from a single turn of half a second, without an interval\n"
+        "([how](../how-to/techniques.md#measured-on-a-gpu)).\n\n"
+    )
+    rows = [
+        [tracked or NOTHING, listed or NOTHING, name, difficulty or NOTHING, *_effect(f"only {arm}", measured, gpu)]
+        for tracked, listed, name, difficulty, arms in _ROADMAP
+        for arm in arms.split()
+    ]
+    headings = ["tracked", "listed", "experiment", "difficulty there", "technique", "speed", "verdict", "memory"]
+    return f"## The experiments 01 to 12 of a training roadmap\n\n{about}" + markdown(
+        [*headings, "loss at equal tokens", f"speed on {device}"], rows
+    )
+
+
+def _effect(arm: str, measured: list[Results], gpu: dict[str, Any]) -> list[str]:
+    """Return an arm's technique, speed, verdict, memory and loss on the CPU, and its technique's speed on the GPU."""
+    # The last results that have it: results of chosen techniques have more runs.
+    results, found = next((each, one) for each in reversed(measured) for one in each.arms if one.name == arm)
+    label, speed, verdict_, memory, _, loss, _ = _row(results, found, _label(found))
+    speeds = {name: one["tokens_per_second"] for name, one in gpu["arms"].items() if one.get("tokens_per_second")}
+    own = next((name for name in speeds if _names(gpu["settings"][name]) == _techniques(found)), None)
+    on_gpu = gain(statistics.median(speeds[own]) / statistics.median(speeds["plain"])) if own else NOTHING
+    return [label, speed, verdict_, memory, loss, on_gpu]
+
+
 def _runs(results: Results) -> str:
     blocks = [sum(cell.status == "ok" for cell in cells) for cells in results.cells_by_arm.values()]
     blocks = [count for count in blocks if count]
@@ -108,7 +168,11 @@ def _machine(results: Results) -> str:
 
 
 def _techniques(arm: Arm) -> set[str]:
-    return {key.removeprefix(_PREFIX).split(".")[0] for key in arm.settings if key.startswith(_PREFIX)}
+    return _names(arm.settings)
+
+
+def _names(settings: Settings) -> set[str]:
+    return {key.removeprefix(_PREFIX).split(".")[0] for key in settings if key.startswith(_PREFIX)}
 
 
 def _label(arm: Arm) -> str:

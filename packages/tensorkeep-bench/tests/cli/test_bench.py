@@ -153,7 +153,7 @@ def test_invalid_file_is_one_clear_line(tmp_path: Path, check_refused: Callable[
 def test_the_experiments_of_each_workload_are_listed(run_json: RunJson) -> None:
     for workload, names in (
         ("checkpoint", "three-way six-way isolated from-baseline-to-tensorkeep factorial peers claims"),
-        ("training", "techniques combinations best-stack training-claims training-claims-gpt2"),
+        ("training", "techniques combinations compile-modes best-stack training-claims training-claims-gpt2"),
     ):
         document = run_json("bench", workload, "--list")
         assert document["experiments"].keys() == set(names.split())

@@ -190,3 +190,12 @@ def test_the_page_of_techniques_shows_memory_beside_its_prediction_and_the_loss_
     assert relu2 in table
     ddp = "| [ddp](#ddp): 2 ranks | 1.10x (0.503 to 2.39) | undecided within a factor of 2.39 | 2.00 MB (0.500x) |"
     assert ddp in table
+
+
+def test_the_table_of_a_roadmap_has_every_experiment_in_both_numberings(page: Any) -> None:
+    tracked = dict.fromkeys(row[0] for row in page._ROADMAP if row[0])
+    assert list(tracked) == [f"{number:02}" for number in range(1, 13)]
+    assert sorted(row[1] for row in page._ROADMAP if row[1]) == [f"{number:02}" for number in range(1, 11)]
+    text = (page.PAGE).read_text()
+    for row in page._ROADMAP:
+        assert f"| {row[0] or '-'} | {row[1] or '-'} | {row[2]} | " in text
