@@ -21,7 +21,7 @@ CODER = PACKAGES / "tensorkeep" / "src" / "coder"
 # modules of a first layer may import each other.
 ORDER = {
     "tensorkeep": """
-        errors units closing paths placeholder plugins structs version
+        errors units closing paths placeholder plugins structs variables version
         machine
         state
         codecs storage

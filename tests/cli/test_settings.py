@@ -1,12 +1,16 @@
 """Precedence of options: flag, environment, TOML file, default."""
 
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
+from cyclopts import App
 
-from chatgot.config.config import given_settings
+from chatgot.config.config import Config, given_settings, ignored_variables
 from command_line import Call, RunJson
+from tensorkeep.cli.commands import COMMANDS
 from tensorkeep.cli.main import main
+from tensorkeep.variables import read_variable
 
 
 @pytest.fixture
@@ -65,3 +69,48 @@ def test_a_mistyped_table_is_an_error(text: str, expected: str, first: Path, con
     configuration.write_text(text)
     assert expected in call("info", first, "-C", configuration, code=2).err
     assert main(["info", str(first), "-C", str(configuration.with_name("absent.toml"))]) == 2
+
+
+def test_a_mistyped_variable_is_reported_by_the_command_that_would_read_it(
+    first: Path, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    monkeypatch.setenv("TENSORKEEP_LARGST", "2")
+    monkeypatch.setenv("TENSORKEEP_RUNS", "3")  # an option of `bench`, and nearly one of `tune`
+    message = "warning: TENSORKEEP_LARGST has no effect; did you mean TENSORKEEP_LARGEST?\n"
+    assert call("info", first, "--json").err == message
+    assert call("info", first, "-q").err == call("ls", first).err == ""
+    assert call("tune", "training", code=2).err.startswith("error: ")
+
+
+def test_the_library_reports_a_mistyped_variable_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOT", "600")
+    with pytest.warns(
+        UserWarning, match="TENSORKEEP_STORE_TIMEOT has no effect; did you mean TENSORKEEP_STORE_TIMEOUT"
+    ):
+        assert read_variable("TENSORKEEP_STORE_TIMEOUT") == ""
+    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "7")
+    assert read_variable("TENSORKEEP_STORE_TIMEOUT") == "7"
+
+
+def test_variables_that_look_like_settings_of_a_run_are_reported() -> None:
+    ignored = {
+        "TENSORKEEP_OPTIM_LRR": "did you mean TENSORKEEP_OPTIM_LR?",
+        "TENSORKEEP_LEARNING_RATE": "did you mean TENSORKEEP_OPTIM_LR?",
+        "TENSORKEEP_TECHNIQUES_COMPILE": "did you mean --technique compile?",
+        "TENSORKEEP_TECHNIQUES_COMPILE_MODE": "did you mean --techniques.compile.mode?",
+        "TENSORKEEP_LOOP_XYZZY": "see tensorkeep train --list-settings",
+    }
+    # Settings, an earlier name of one, and options of commands.
+    read = ["TENSORKEEP_OPTIM_LR", "TENSORKEEP_OPTIM_CLIP", "TENSORKEEP_DATA", "TENSORKEEP_TEMPERATURE", "LOOP_LRR"]
+    found = ignored_variables(dict.fromkeys([*ignored, *read], "1"))
+    assert found == [f"{name} has no effect; {hint}" for name, hint in sorted(ignored.items())]
+
+
+def test_no_alias_of_a_setting_is_an_option_of_a_command() -> None:
+    commands = [App(default_command=resolve_name(each.target)) for each in COMMANDS.values()]
+    arguments = [argument for app in commands for argument in app.assemble_argument_collection()]
+    options = {name.strip("-") for argument in arguments for name in argument.names}
+    aliases = {
+        alias.replace("_", "-") for kind in Config.__annotations__.values() for alias in getattr(kind, "aliases", ())
+    }
+    assert len(options) > 80 and len(aliases) > 40 and not options & aliases

@@ -18,7 +18,7 @@ import msgspec
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from chatgot.config.config import TECHNIQUES, Config, flat, given_settings, read_words
+from chatgot.config.config import TECHNIQUES, Config, flat, given_settings, ignored_variables, read_words
 from chatgot.config.recipes import RECIPES, get_recipe
 from chatgot.data.corpus import STDLIB
 from chatgot.data.dataset import Dataset
@@ -178,6 +178,8 @@ class _Training:
             # Rank 0 prints for all ranks.
             output = self.output if run.world.is_main else replace(self.output, quiet=True, json=False)
             _print_start(run, output)
+            for message in ignored_variables():
+                output.note(f"warning: {message}")
             for note in run.notes:
                 output.note(note)
             remedy = f"resume with: {resume_command(self.folder, processes=run.world.size)}"

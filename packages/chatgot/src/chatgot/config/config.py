@@ -16,6 +16,7 @@ from chatgot.model.config import ModelConfig
 from chatgot.optim.optimizers import OptimConfig, ParameterGroup
 from chatgot.optim.schedules import ScheduleConfig
 from chatgot.settings import (
+    PREFIX,
     Count,
     Decay,
     Fraction,
@@ -136,7 +137,6 @@ class SampleConfig(Section, frozen=True):
 
     aliases: ClassVar = {
         "sample_interval": "every",
-        "max_new_tokens": "tokens",
     }
 
     # Steps from one sample to the next; 0 for none.
@@ -365,9 +365,8 @@ def _set_technique(values: dict[str, Any], name: str, value: object) -> None:
 def setting_names(kind: type[msgspec.Struct] = Config, prefix: str = "") -> list[str]:
     found: list[str] = []
     for field in msgspec.structs.fields(kind):
-        is_section = isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
         name = f"{prefix}{field.name}"
-        found += setting_names(field.type, f"{name}.") if is_section else [name]
+        found += setting_names(field.type, f"{name}.") if _is_table(field.type) else [name]
     return found
 
 
@@ -449,6 +448,26 @@ def given_settings(
     )
 
 
+def ignored_variables(environment: Mapping[str, str] | None = None) -> list[str]:
+    """Return a message for each environment variable that is meant as a setting, and is none."""
+    known = {environment_variable_of(name) for name in [*setting_names(), *RENAMED]}
+    tables = tuple(f"{PREFIX}{each.name.upper()}_" for each in msgspec.structs.fields(Config))
+    # Other words may be options of other commands, such as TENSORKEEP_TEMPERATURE.
+    aliases = {alias.upper() for _, kind in _tables(Config) for alias in kind.aliases}
+    messages = []
+    for name in sorted(os.environ if environment is None else environment):
+        word = name.removeprefix(PREFIX)
+        if name not in known and (name.startswith(tables) or (word != name and word in aliases)):
+            near = [
+                as_option(each) if each.startswith(TECHNIQUES) else environment_variable_of(each)
+                for each in meanings(word)
+                if " " not in each
+            ]
+            hint = f"did you mean {', '.join(near)}?" if near else "see tensorkeep train --list-settings"
+            messages.append(f"{name} has no effect; {hint}")
+    return messages
+
+
 def _from_file(file: Path, known: Collection[str]) -> dict[str, Any]:
     tables = options.named_tables(file)
     # A value outside of a table is an option of the command.
@@ -500,9 +519,15 @@ def _words() -> Iterator[tuple[str, str]]:
     # Techniques are found by their entry points, because their modules import this one.
     classes: list[Any] = list(Registry("technique", "chatgot"))
     for each in classes:
-        yield from ((word, f"{TECHNIQUES}{each.name}") for word in (each.name, *each.aliases))
+        setting = f"{TECHNIQUES}{each.name}"
+        yield from ((word, setting) for word in (each.name, setting, *each.aliases))
     tables = [*_tables(Config), *((f"{TECHNIQUES}{each.name}.", each.Settings) for each in classes)]
-    fields = [(prefix, kind, field) for prefix, kind in tables for field in msgspec.structs.fields(kind)]
+    fields = [
+        (prefix, kind, field)
+        for prefix, kind in tables
+        for field in msgspec.structs.fields(kind)
+        if not _is_table(field.type)
+    ]
     for prefix, kind, field in fields:
         table = prefix.rstrip(".").rpartition(".")[2]
         words = f"{prefix}{field.name}", f"{table}{field.name}", field.name  # as in --compile_mode
@@ -516,8 +541,12 @@ def _words() -> Iterator[tuple[str, str]]:
 def _tables(kind: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
     yield prefix, kind
     for field in msgspec.structs.fields(kind):
-        if isinstance(field.type, type) and issubclass(field.type, Section):
+        if _is_table(field.type):
             yield from _tables(field.type, f"{prefix}{field.name}.")
+
+
+def _is_table(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def _plain(word: str) -> str:

@@ -91,7 +91,7 @@ def _run(tokens: list[str], name: str, description: str) -> int:
         if text is not None:
             print(text)
             return 0
-        from tensorkeep.cli.options import StoreOptions, flags_after_command
+        from tensorkeep.cli.options import StoreOptions, flags_after_command, mistyped_variables
         from tensorkeep.cli.output import Output, logging_to_stderr
 
         # `tensorkeep --json info x`, as git and docker allow it.
@@ -112,6 +112,8 @@ def _run(tokens: list[str], name: str, description: str) -> int:
         # From here on the options are known, with the environment and the file.
         as_json, verbose = output.json, output.verbose
         store = next((each for each in bound.arguments.values() if isinstance(each, StoreOptions)), StoreOptions())
+        for message in [] if shows_help else mistyped_variables(command):
+            output.note(f"warning: {message}")
         with nullcontext() if shows_help else logging_to_stderr(output), store.applied():
             return command(*bound.args, **bound.kwargs) or 0
     except BrokenPipeError:

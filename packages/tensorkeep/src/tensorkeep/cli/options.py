@@ -4,10 +4,11 @@ which overrides the TOML file of ``-C`` (``[convert]`` / ``memory-budget = "1GiB
 
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Literal, get_args
 
 from cyclopts import App, Parameter
@@ -15,12 +16,13 @@ from cyclopts.argument import ArgumentCollection
 from cyclopts.token import Token
 from cyclopts.validators import Number
 
+from tensorkeep.cli.commands import COMMANDS
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.errors import UsageError
 from tensorkeep.paths import ENDPOINT_VARIABLES, checked_path
 from tensorkeep.units import parse_bytes
+from tensorkeep.variables import PREFIX, mistyped
 
-_PREFIX = "TENSORKEEP_"
 # The table that ``tensorkeep tune checkpoint`` writes. The library reads it in every command that saves.
 _SAVE_TABLE = "save"
 # The tables within it, such as ``[train.optim]``, are settings of a recipe. ``tensorkeep train`` reads them.
@@ -113,7 +115,26 @@ def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCol
     options = arguments.copy()
     # TENSORKEEP_PATH in the environment must not become the path of a command.
     options[:] = [argument for argument in arguments if argument.name.startswith("-")]
-    Env(_PREFIX, command=False)(app, commands, options)
+    Env(PREFIX, command=False)(app, commands, options)
+
+
+def mistyped_variables(command: Callable[..., object]) -> list[str]:
+    """Return a message for each variable that is spelled nearly like one of an option of the command."""
+    # Assembling the options takes milliseconds, and most programs have no such variable.
+    if not any(name.startswith(PREFIX) for name in os.environ):
+        return []
+    found = mistyped(_variables(command))
+    if found:
+        # Only now, because it imports all commands: the variable may belong to an option of another one.
+        names = set().union(*(_variables(resolve_name(each.target)) for each in COMMANDS.values() if each.installed))
+        found = [message for message in found if message.partition(" ")[0] not in names]
+    return found
+
+
+def _variables(command: Callable[..., object]) -> set[str]:
+    arguments = App(default_command=command).assemble_argument_collection()
+    options = [argument.name for argument in arguments if argument.name.startswith("--")]
+    return {f"{PREFIX}{name[2:].replace('-', '_').upper()}" for name in options}
 
 
 def with_local_paths(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:

@@ -1,6 +1,5 @@
 """The coder of byte planes: a C extension, or numpy and Zstandard without it or with ``TENSORKEEP_CODER=python``."""
 
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +9,7 @@ from tensorkeep.codecs import bitplanes
 from tensorkeep.codecs.base import Bytes, CodecError, append
 from tensorkeep.codecs.zstd import check_frame
 from tensorkeep.errors import UnsupportedError, UsageError
+from tensorkeep.variables import read_variable
 
 try:
     from tensorkeep.codecs import _coder as compiled
@@ -17,7 +17,7 @@ except ImportError:
     compiled = None  # type: ignore[assignment]
 
 _VARIABLE = "TENSORKEEP_CODER"
-_required = os.environ.get(_VARIABLE, "")
+_required = read_variable(_VARIABLE)
 if _required not in ("", "compiled", "python"):
     raise UsageError(f"{_VARIABLE}={_required!r} is not a coder", remedy="set it to compiled or python, or unset it")
 if _required == "compiled" and compiled is None:

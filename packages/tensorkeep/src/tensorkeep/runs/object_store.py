@@ -44,6 +44,7 @@ from tensorkeep.storage.object_store import StoreDirectory
 from tensorkeep.storage.store_commit import LEFTOVER_AGE, is_tombstone, object_name, put_tombstone, save_of
 from tensorkeep.storage.store_requests import ObjectStatus
 from tensorkeep.units import format_age, parse_seconds
+from tensorkeep.variables import read_variable
 
 logger = logging.getLogger(__name__)
 
@@ -488,7 +489,7 @@ def _only(paths: Sequence[Path]) -> str:
 
 
 def _grace_seconds() -> float:
-    given = os.environ.get("TENSORKEEP_STORE_GRACE", "")
+    given = read_variable("TENSORKEEP_STORE_GRACE")
     try:
         return parse_seconds(given or DEFAULT_GRACE)
     except UsageError:

@@ -16,6 +16,7 @@ from tensorkeep.errors import NotFoundError, StoreError, TensorkeepError, Unsupp
 from tensorkeep.paths import StorePath, check_url, endpoint, without_secrets
 from tensorkeep.storage.clock import clock
 from tensorkeep.units import counted
+from tensorkeep.variables import read_variable
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -453,7 +454,7 @@ def pauses(seconds: float) -> tuple[float, float]:
 
 def give_up_seconds() -> float:
     """Raises UsageError if ``TENSORKEEP_STORE_TIMEOUT`` is not a number of seconds."""
-    given = os.environ.get("TENSORKEEP_STORE_TIMEOUT", "")
+    given = read_variable("TENSORKEEP_STORE_TIMEOUT")
     try:
         seconds = float(given or GIVE_UP_SECONDS)
     except ValueError:
