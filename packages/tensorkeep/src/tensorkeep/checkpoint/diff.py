@@ -13,13 +13,13 @@ import numpy as np
 from tensorkeep.checkpoint.options import AllowOption, MemorySize, ProgressOption, drawn, open_settings, thread_count
 from tensorkeep.checkpoint.ranges import contiguous_in, grid, reading_threads, strided_view
 from tensorkeep.errors import PathLike, UsageError
-from tensorkeep.formats.base import BLOCK_BYTES, Entry, Reader
+from tensorkeep.formats.base import BLOCK_BYTES, Entry, Reader, RenamedReader
 from tensorkeep.formats.finding import open_reader
 from tensorkeep.runs.address import checkpoint_path
 from tensorkeep.state import names
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Bytes, LeafKind
-from tensorkeep.state.tree import PlainValue, plain_values, unflatten
+from tensorkeep.state.tree import PlainValue, leaf_paths, plain_values, unflatten
 from tensorkeep.storage import parallel
 from tensorkeep.storage.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.storage.parallel import Meter, Progress
@@ -506,7 +506,7 @@ def diff(
     memory_budget: MemorySize = DEFAULT_BUDGET,
     allow: AllowOption = None,
 ) -> DiffReport:
-    """Compare two checkpoints of any formats; tensors are matched by name.
+    """Compare two checkpoints of any formats; tensors are matched by name, or by the same keys.
 
     Tensors with equal bits need no arithmetic. Tensors of different dtypes differ, and their values are compared as
     numbers.
@@ -554,9 +554,10 @@ def diff(
         # The pool is closed last: readers may hold its buffers.
         settings.pool as pool,
         open_reader(a, settings) as left,
-        open_reader(b, settings) as right,
+        open_reader(b, settings) as opened,
         drawn(progress, "comparing") as callback,
     ):
+        right = _named_alike(opened, left)
         both = dict.fromkeys([*left.entries, *right.entries])
         chosen = both.keys() if select is None else set(names.select(both, select))
         common = [name for name in left.entries if name in right.entries and name in chosen]
@@ -576,6 +577,19 @@ def diff(
         return DiffReport(
             *(a, b, equal, added, removed, reshaped, retyped, changed, identical, values, converted, placeholders)
         )
+
+
+def _named_alike(reader: Reader, other: Reader) -> Reader:
+    """A reader with the names that another one has for the same keys.
+
+    Optimizers are named by parameters or by numbers: an older version, or another format, has numbers.
+    """
+    if reader.entries.keys() == other.entries.keys():
+        return reader
+    theirs = {path: name for name, path in leaf_paths(other.flat.skeleton) if name not in reader.entries}
+    own = {name: theirs.get(path) for name, path in leaf_paths(reader.flat.skeleton) if name not in other.entries}
+    found = {name: known for name, known in own.items() if known is not None}
+    return RenamedReader(reader, found) if found else reader
 
 
 def _most_changed_first(found: TensorDiff) -> tuple[bool, float, float, str]:

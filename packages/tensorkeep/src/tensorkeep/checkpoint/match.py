@@ -22,7 +22,6 @@ from tensorkeep.checkpoint.object_checks import (
     is_extra_state,
     is_module,
     refusals,
-    unwrapped,
 )
 from tensorkeep.checkpoint.ranges import Target
 from tensorkeep.checkpoint.stateful import (
@@ -52,6 +51,7 @@ from tensorkeep.state import names
 from tensorkeep.state.aliases import find_aliases, full_view, sharing_conflict
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Leaf
+from tensorkeep.state.modules import unwrapped
 from tensorkeep.state.names import Key, KeyPath, display, select
 from tensorkeep.state.sharded import ShardedLeaf, is_dtensor
 from tensorkeep.state.skeleton import SkeletonWriter, StateLeaf
@@ -571,20 +571,20 @@ class StateMatch:
         # Tensors of modules, and tensors outside of objects, must match exactly. Other objects may be empty, as a new
         # optimizer is. Numpy scalars are values and come back as they were saved.
         check_fillable(unwrap_states(state), reader.path)
-        given = state_leaves(unwrap_states(state), SkeletonWriter(sharded=ranks.is_distributed))
         self.saved_tensors = {
             name: SavedTensor(name, reader.leaf_specs[name].kind, entry) for name, entry in reader.entries.items()
         }
         self.skeleton = nested_like(reader.flat.skeleton, state)
         self._saved = saved = rebuild(reader, self.skeleton, self.saved_tensors, as_given=self.saved_tensors)
+        paths = {tensor.name: path for path, tensor in paths_to(saved, SavedTensor)}
+        self._saved_paths = {name: paths.get(name, ()) for name in reader.entries}
+        given = self._leaves_of(state)
         self.state = named_as_saved(state, saved, given)
         if self.state is not state:
             state = self.state
-            given = state_leaves(unwrap_states(state), SkeletonWriter(sharded=ranks.is_distributed))
+            given = self._leaves_of(state)
         self._given = given
         self._given_paths = {name: leaf.path for name, leaf in given.items()}
-        paths = {tensor.name: path for path, tensor in paths_to(saved, SavedTensor)}
-        self._saved_paths = {name: paths.get(name, ()) for name in reader.entries}
         self._keys = KeyComparison(state, saved)
         self._keys.ignore_nesting(self._given_paths, self._saved_paths)
         self.objects = {path: MatchedObject(*found) for path, found in self._keys.objects.items()}
@@ -604,6 +604,19 @@ class StateMatch:
         self._check_objects()
         if not strict:
             self._skip_misfits()
+
+    def _leaves_of(self, state: Any) -> dict[str, StateLeaf]:
+        """The leaves of a state under the names of the checkpoint.
+
+        A save names the tensors of an optimizer by parameters, if the module is in its state. The keys are the same.
+        """
+        leaves = state_leaves(unwrap_states(state), SkeletonWriter(sharded=self._ranks.is_distributed))
+        saved = {path: name for name, path in self._saved_paths.items()}
+        for name, found in leaves.items():
+            known = saved.get(found.path, name)
+            if name not in self._reader.entries and known not in leaves:
+                found.leaf.name = known
+        return {found.leaf.name: found for found in leaves.values()}
 
     def _assign_to_objects(self) -> None:
         for name in self.chosen:

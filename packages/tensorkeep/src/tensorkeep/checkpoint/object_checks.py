@@ -13,6 +13,7 @@ from tensorkeep.checkpoint.stateful import StatefulObject, items, paths_to, with
 from tensorkeep.errors import PathLike, TensorkeepError, UnsupportedLeafError
 from tensorkeep.formats.base import Entry
 from tensorkeep.state.leaf import LeafKind, allocate
+from tensorkeep.state.modules import unwrapped
 from tensorkeep.state.names import Key, KeyPath, display
 
 if TYPE_CHECKING:
@@ -52,14 +53,6 @@ def is_module(value: object) -> bool:
     # Without an import: if torch is not loaded, nothing can be a module.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
-
-
-# The keys under which DataParallel, DistributedDataParallel and torch.compile hold the module that they wrap.
-_WRAPPERS = ("module", "_orig_mod")
-
-
-def unwrapped(name: str) -> str:
-    return ".".join(key for key in name.split(".") if key not in _WRAPPERS)
 
 
 def in_own_names(stateful: StatefulObject, saved: Any) -> Any:

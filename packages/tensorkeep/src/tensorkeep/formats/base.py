@@ -23,7 +23,7 @@ from tensorkeep.state.aliases import Alias
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Bytes, Leaf, Source, side_stream
 from tensorkeep.state.skeleton import LeafSpec
-from tensorkeep.state.tree import Flat, leaf_specs
+from tensorkeep.state.tree import Flat, leaf_specs, renamed
 from tensorkeep.storage import parallel
 from tensorkeep.storage.buffers import ALIGNMENT, Buffer, BufferPool, buffer_bytes
 from tensorkeep.storage.parallel import POLL_SECONDS, Cancellation, Pace, Progress, default_threads
@@ -519,6 +519,29 @@ class Reader(Closing, ABC):
         nbytes = prod(alias.shape) * leaf.dtype.itemsize
         # A view has no stored bytes of its own: sums over all entries count each byte once.
         return Entry(name, part, leaf.dtype, alias.shape, nbytes, 0, "alias", leaf.file, alias.of)
+
+
+class RenamedReader(Reader):
+    """An open checkpoint under other names: ``names`` maps its own names to them. Closing it closes the checkpoint."""
+
+    def __init__(self, reader: Reader, names: Mapping[str, str]) -> None:
+        self._reader = reader
+        self._own = {new: own for own, new in names.items()}
+        self.path, self.format, self.buffers = reader.path, reader.format, reader.buffers
+        self.metadata, self.details = reader.metadata, reader.details
+        self._set_state(renamed(reader.flat, names), reader.path)
+
+    def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
+        self._reader.read(self._own.get(name, name), start, stop, out)
+
+    def ahead(self, ranges: Sequence[tuple[str, int, int]]) -> AbstractContextManager[object]:
+        return self._reader.ahead([(self._own.get(name, name), start, stop) for name, start, stop in ranges])
+
+    def block_bytes(self, name: str) -> int:
+        return self._reader.block_bytes(self._own.get(name, name))
+
+    def close(self) -> None:
+        self._reader.close()
 
 
 class StoredLeaf(msgspec.Struct, frozen=True, eq=False):

@@ -11,7 +11,7 @@ import re
 import struct
 import sys
 from collections import Counter, OrderedDict, namedtuple
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -20,6 +20,7 @@ import numpy as np
 from tensorkeep.errors import UnsupportedError, UnsupportedLeafError, UsageError
 from tensorkeep.placeholder import Placeholder
 from tensorkeep.state.leaf import LEAF_KINDS, MOST_DIMENSIONS, Array, Leaf, LeafKind
+from tensorkeep.state.modules import parameter_names, without_wrappers
 from tensorkeep.state.names import Key, KeyPath, display
 from tensorkeep.state.sharded import ShardedLeaf
 from tensorkeep.state.stateful import stateful
@@ -487,6 +488,10 @@ class SkeletonWriter:
         self.attributes: dict[str, list[str]] = {}
         self._sharded = sharded
 
+    def named_paths(self) -> list[KeyPath]:
+        """The keys that name each leaf, in the order of ``leaves``."""
+        return [leaf.path for leaf in self.leaves]
+
     def _object(self, value: Any, path: KeyPath) -> Any:
         raise _unsupported(value, path)
 
@@ -611,6 +616,21 @@ class ObjectWriter(SkeletonWriter):
         super().__init__(sharded=rank is not None)
         self._rank = rank
         self._objects = 0  # around the value
+        self._modules: dict[KeyPath, Any] = {}
+        self._optimizers: dict[KeyPath, Any] = {}
+
+    def named_paths(self) -> list[KeyPath]:
+        """As the keys, with the names of parameters for the numbers that an optimizer gives them."""
+        names = {path: parameter_names(each, self._modules) for path, each in self._optimizers.items()}
+        return [self._named(leaf.path, names) for leaf in self.leaves]
+
+    def _named(self, path: KeyPath, names: Mapping[KeyPath, Sequence[str]]) -> KeyPath:
+        for length in range(len(path) - 2):
+            # ``state.INDEX.KEY``: the form of torch's optimizers.
+            found, key, index = names.get(path[:length], ()), path[length], path[length + 1]
+            if key == "state" and type(index) is int and index < len(found):
+                return (*path[: length + 1], found[index], *path[length + 2 :])
+        return path
 
     def _object(self, value: Any, path: KeyPath) -> Any:
         is_per_rank = isinstance(value, PerRank)
@@ -620,6 +640,12 @@ class ObjectWriter(SkeletonWriter):
         check_depth(path, len(path) + self._objects)
         found = stateful(value)
         state = {str(self._rank): value.value} if found is None else found.state_dict()
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.nn.Module):
+            self._modules[path] = value
+            state = without_wrappers(value, state)
+        elif torch is not None and isinstance(value, torch.optim.Optimizer):
+            self._optimizers[path] = value
         self._objects += 1
         node = self.encode(state, path)
         self._objects -= 1

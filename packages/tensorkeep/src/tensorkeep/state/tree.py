@@ -1,8 +1,8 @@
 """Nested state <-> skeleton and named leaves. Shared storage is shared again; an object in two places becomes two."""
 
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from tensorkeep.errors import UnsupportedLeafError, warn_caller
@@ -10,6 +10,7 @@ from tensorkeep.placeholder import Placeholder
 from tensorkeep.state import names
 from tensorkeep.state.aliases import Alias, find_aliases
 from tensorkeep.state.leaf import LEAF_KINDS, Array, Leaf, Source
+from tensorkeep.state.names import KeyPath
 from tensorkeep.state.skeleton import LeafSpec, SkeletonReader, SkeletonWriter, StateLeaf, decode_key
 
 S_co = TypeVar("S_co", bound=Source, covariant=True)
@@ -31,7 +32,7 @@ def flatten(state: object, writer: SkeletonWriter | None = None) -> Flat[Leaf]:
     {'dict': {'model': {'dict': {'w': {'ndarray': 'model.w'}}}, 'step': 7}}
     """
     writer = writer or SkeletonWriter()
-    skeleton, found = _encode(state, writer)
+    skeleton, found, paths = _encode(state, writer)
     if writer.attributes:
         name, own = next(iter(writer.attributes.items()))
         others = f" and of {len(writer.attributes) - 1} other tensors" if len(writer.attributes) > 1 else ""
@@ -40,7 +41,7 @@ def flatten(state: object, writer: SkeletonWriter | None = None) -> Flat[Leaf]:
     aliases = find_aliases([one.leaf for one in found])
     assigned = [one.leaf.name for one in found]
     is_dict = node_tag(skeleton) in (*_MAPPINGS, *_PAIRS)
-    parts = names.assign_parts([one.path for one in found], assigned, is_dict=is_dict)
+    parts = names.assign_parts(paths, assigned, is_dict=is_dict)
     stored = {one.leaf.name: one.leaf for one in found if one.leaf.name not in aliases}
     return Flat(skeleton, stored, aliases, parts)
 
@@ -50,9 +51,10 @@ def state_leaves(state: object, writer: SkeletonWriter | None = None) -> dict[st
     return {one.leaf.name: one for one in _encode(state, writer or SkeletonWriter())[1]}
 
 
-def _encode(state: object, writer: SkeletonWriter) -> tuple[object, list[StateLeaf]]:
+def _encode(state: object, writer: SkeletonWriter) -> tuple[object, list[StateLeaf], list[KeyPath]]:
     skeleton = writer.encode(state, ())
-    assigned = names.assign_names([one.path for one in writer.leaves])
+    paths = writer.named_paths()
+    assigned = names.assign_names(paths)
     taken: set[str] = set()
     # The names depend on all paths, so they are filled in when the encoding is over.
     for one, name in zip(writer.leaves, assigned, strict=True):
@@ -62,12 +64,46 @@ def _encode(state: object, writer: SkeletonWriter) -> tuple[object, list[StateLe
         taken.add(name)
         one.leaf.name = name
         one.node[one.leaf.kind] = name
-    return skeleton, writer.leaves
+    return skeleton, writer.leaves, paths
 
 
 def unflatten(skeleton: object, values: Mapping[str, Array], *, as_is: Collection[str] = ()) -> Any:
     """Rebuild a state from a skeleton, which may come from a file. Raises ValueError or UnsupportedError."""
     return SkeletonReader(values, as_is=as_is).decode(skeleton)
+
+
+def leaf_paths(skeleton: object, path: KeyPath = ()) -> Iterator[tuple[str, KeyPath]]:
+    """Yield the name of each leaf of a valid skeleton, with the keys that lead to it."""
+    tag = node_tag(skeleton)
+    if tag in LEAF_KINDS:
+        yield skeleton[tag], path  # type: ignore[index]  # a leaf is a dict
+    for key, child in child_nodes(skeleton) or ():
+        yield from leaf_paths(child, (*path, decode_key(key)))
+
+
+def renamed(flat: Flat[S_co], found: Mapping[str, str]) -> Flat[S_co]:
+    """Return the same state with other names for some leaves; ``found`` maps old names to new ones."""
+
+    def rename(node: Any) -> Any:
+        tag = node_tag(node)
+        if tag in LEAF_KINDS:
+            return {**node, tag: found.get(node[tag], node[tag])}
+        children = child_nodes(node)
+        return node if children is None else with_children(node, [(key, rename(child)) for key, child in children])
+
+    return Flat(
+        rename(flat.skeleton),
+        {found.get(name, name): leaf for name, leaf in flat.leaves.items()},
+        {found.get(k, k): replace(alias, of=found.get(alias.of, alias.of)) for k, alias in flat.aliases.items()},
+        {found.get(name, name): part for name, part in flat.parts.items()},
+    )
+
+
+def named_by_keys(flat: Flat[S_co]) -> Flat[S_co]:
+    """Return the same state with the names that its keys give, as formats need that other tools read by keys."""
+    saved = dict(leaf_paths(flat.skeleton))
+    by_keys = dict(zip(saved, names.assign_names([*saved.values()]), strict=True))
+    return renamed(flat, {name: key for name, key in by_keys.items() if name != key})
 
 
 def leaf_specs(skeleton: object) -> dict[str, LeafSpec]:

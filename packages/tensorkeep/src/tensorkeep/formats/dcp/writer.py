@@ -32,7 +32,7 @@ from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.formats.torch_file.writer import TorchStream, fills_its_storage
 from tensorkeep.state.aliases import Alias, make_view
 from tensorkeep.state.leaf import Leaf, Source, allocate
-from tensorkeep.state.tree import Flat
+from tensorkeep.state.tree import Flat, named_by_keys
 from tensorkeep.storage import parallel
 from tensorkeep.storage.commit import Commit
 from tensorkeep.storage.direct_io import write_small
@@ -47,6 +47,7 @@ def write(
             path=destination,
             remedy='use compression="none", or format="native"',
         )
+    flat = named_by_keys(flat)
     items = items_of(flat)
     tensors = _Tensors(flat)
     meter = parallel.Meter(sum(tensors.nbytes(item.name) for item in items if item.leaf), settings.progress)
