@@ -78,10 +78,11 @@ def checkpoints(*names: str) -> Callable[[], None]:
     def save() -> None:
         state = {"model": {"layers.0.weight": torch.randn(64, 64), "head.weight": torch.randn(64, 8)}, "step": 1}
         for name in names:
-            if name.startswith("run@"):
-                with tensorkeep.CheckpointManager("run") as manager:
+            run, at, step = name.partition("@")
+            if at:
+                with tensorkeep.CheckpointManager(run) as manager:
                     metrics = {"loss": 1.0, "accuracy": 0.5}
-                    manager.save(int(name[4:]), state, metrics=metrics)
+                    manager.save(int(step), state, metrics=metrics)
             else:
                 tensorkeep.save(state, name)
 
@@ -119,7 +120,9 @@ PREPARED: dict[str, tuple[Callable[[], None], ...]] = {
     "docs/how-to/compare.md": (checkpoints("run@10", "run@20", "base.safetensors", "old.pt", "new"),),
     "docs/how-to/convert.md": (checkpoints("run@10", "old.pt"),),
     "docs/how-to/prepare-data.md": (documents,),
-    "docs/how-to/show.md": (checkpoints("run@10", "run@20", "run@100", "run@200", "model.safetensors", "llama-5b"),),
+    "docs/how-to/show.md": (
+        checkpoints("run@10", "run@20", "run@100", "run@200", "other@10", "model.safetensors", "llama-5b"),
+    ),
     "docs/how-to/techniques.md": (texts("my-text.txt", "corpus"),),
     "docs/how-to/train.md": (texts("my-text.txt", "book.txt", "corpus"), questions, hugging_face_model),
     "packages/chatgot/README.md": (texts("my-text.txt"),),

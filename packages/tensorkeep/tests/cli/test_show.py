@@ -47,6 +47,12 @@ def test_a_run_is_shown_and_checkpoints_compared(first: Path, second: Path, tmp_
     assert (document["kind"], document["page"]) == ("run", "run.html")
     assert [step["number"] for step in document["steps"]] == [100, 200, 300]
     assert len(document["motion"]["moved"]) == 6
+    save_run(tmp_path / "other", steps=2)
+    document = run_json("show", "run", "other")
+    assert (document["kind"], document["page"]) == ("runs", "run-and-other.html")
+    assert [len(run["steps"]) for run in document["runs"]] == [3, 2]
+    # The weights of two runs are compared by their steps.
+    assert run_json("show", "run@latest", "other")["kind"] == "difference"
     assert main(["show", "run@200"]) == 0
     assert (tmp_path / "run-200.html").exists()
 
@@ -66,6 +72,7 @@ def test_errors_write_no_page(first: Path, second: Path, tmp_path: Path, call: C
         (["absent"], 5),
         (["{first}", "--out", "page.txt"], 2),
         (["{first}", "{second}", "--format", "native"], 2),
+        (["{first}", "absent"], 5),
         (["{first}", "--sample", "much"], 2),
         (["{first}", "--out", "absent.html/page.html", "--memory-budget", "1MiB"], 2),
     ):

@@ -19,7 +19,7 @@ from tensorkeep.pages.checkpoint import read_contents
 from tensorkeep.pages.curves import Chart, Curve, chart
 from tensorkeep.pages.difference import Difference
 from tensorkeep.pages.page import Column, data_json, drawn_table, heat_map, title_of
-from tensorkeep.pages.run import read_run
+from tensorkeep.pages.run import RunComparison, read_figures, read_run
 from tensorkeep.pages.statistics import Histogram
 from tensorkeep.testing.cases import case
 
@@ -100,6 +100,57 @@ def test_the_page_of_a_run_without_a_log_has_its_metrics(tmp_path: Path) -> None
     page = read_run(tmp_path / "run", sample=10**9).page()
     assert page.count('<figure class="chart"') == 2
     check_escaped(page)
+
+
+def test_the_page_of_a_run_has_the_metrics_of_deleted_steps_and_names_a_better_one(tmp_path: Path) -> None:
+    with tensorkeep.CheckpointManager(tmp_path / "run", keep_last=2) as manager:
+        for step, loss in enumerate((3.0, 1.0, 2.0, 1.5), 1):
+            manager.save(step, {"w": torch.ones(3)}, metrics={"loss": loss})
+    contents = read_run(tmp_path / "run", sample=10**9)
+    [drawn] = contents.charts()
+    assert drawn.data["curves"] == [["metric of the step", [[1, 3], [2, 1], [3, 2], [4, 1.5]]]]
+    texts = [text for _, text in contents.findings()]
+    assert "Best step: 4, loss 1.5." in texts
+    assert "The metrics of 2 deleted steps are in the figures as well." in texts
+    assert "The best loss of all was 1, at step 2, which was deleted." in texts
+
+
+@pytest.mark.parametrize(
+    ("losses", "text"),
+    [
+        ((3.0, 2.0), "b has the better loss: 1 at step 2, against 2 at step 2."),
+        ((3.0, 1.0), "Both runs have the same best loss: 1 at step 2, and 1 at step 2."),
+        ((0.5, 2.0), "a has the better loss: 0.5 at step 1, against 1 at step 2."),
+    ],
+)
+def test_the_page_of_two_runs_has_both_curves_in_each_chart(tmp_path: Path, losses: Any, text: str) -> None:
+    for name, values, others in (("a", losses, {}), ("b", (3.0, 1.0), {HOSTILE: 1.0})):
+        with tensorkeep.CheckpointManager(tmp_path / name, keep_last=1) as manager:
+            for step, loss in enumerate(values, 1):
+                manager.save(step, {"w": torch.ones(3)}, metrics={"loss": loss, **others})
+    runs = RunComparison((read_figures(tmp_path / "a"), read_figures(tmp_path / "b")))
+    drawn, other = runs.charts()
+    assert drawn.data["curves"] == [["a", [[1, losses[0]], [2, losses[1]]]], ["b", [[1, 3], [2, 1]]]]
+    assert (drawn.title, other.title) == ("loss", f"{HOSTILE} (b only)")
+    assert [found for _, found in runs.findings()] == [
+        *(f"{name}: 2 saved steps, 1 to 2, 1 of them deleted." for name in "ab"),
+        text,
+    ]
+    assert runs.summary().texts()[1] == ("loss", "b", "3", "1", "1", "3")
+    page = runs.page()
+    check_escaped(page)
+    assert page.count('<figure class="chart"') == 2
+
+
+def test_two_runs_of_the_trainer_are_compared_figure_by_figure(tmp_path: Path) -> None:
+    for folder in ("x", "y"):
+        save_run(tmp_path / folder / "run", steps=2)
+    runs = RunComparison((read_figures(tmp_path / "x" / "run"), read_figures(tmp_path / "y" / "run")))
+    assert [chart.title for chart in runs.charts()] == [
+        *("Loss: training", "Loss: validation", "Learning rate", "Tokens per second", "Gradient norm")
+    ]
+    # Both are called "run", so their folders are the names.
+    assert runs.names == tuple(str(tmp_path / folder / "run" / "checkpoints") for folder in ("x", "y"))
 
 
 def test_the_page_of_two_checkpoints_has_the_largest_changes_first(tmp_path: Path) -> None:

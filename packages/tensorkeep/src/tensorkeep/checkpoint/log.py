@@ -99,11 +99,15 @@ class RunLog:
     mode: str | None
     pruned: list[PrunedStep] = field(default_factory=list)
 
+    @property
+    def saved(self) -> list["LoggedStep | PrunedStep"]:
+        """All steps that were saved, deleted or not, by number."""
+        return sorted([*self.pruned, *self.steps], key=lambda step: step.number)
+
     def curves(self) -> dict[str, list[tuple[int, float]]]:
-        """Return step numbers and values of each metric, for all steps that were saved, deleted or not."""
-        every: list[LoggedStep | PrunedStep] = [*self.pruned, *self.steps]
+        """Return the number and the value of each `saved` step that has a metric, by the name of the metric."""
         found: dict[str, list[tuple[int, float]]] = {}
-        for step in sorted(every, key=lambda step: step.number):
+        for step in self.saved:
             for name, value in (step.metrics or {}).items():
                 found.setdefault(name, []).append((step.number, value))
         return found

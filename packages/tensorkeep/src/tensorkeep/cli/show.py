@@ -1,4 +1,4 @@
-"""``tensorkeep show``: a checkpoint, a run or two checkpoints as one page of HTML, and a summary."""
+"""``tensorkeep show``: a checkpoint, a run, or two of either as one page of HTML, and a summary."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from tensorkeep.pages.checkpoint import read_contents
 from tensorkeep.pages.difference import Difference
 from tensorkeep.pages.page import SHOW, PageSubject, write_page
 from tensorkeep.pages.rendering import check_installed, check_page
-from tensorkeep.pages.run import read_run
+from tensorkeep.pages.run import RunComparison, read_figures, read_run
 from tensorkeep.pages.statistics import DEFAULT_SAMPLE
 from tensorkeep.runs.address import split_address, steps_of_run
 from tensorkeep.units import format_bytes
@@ -40,18 +40,20 @@ def show(
     options: ReadOptions = READ,
     output: Output = DEFAULT,
 ) -> None:
-    """Write a page about a checkpoint, a run or two checkpoints, and print a summary.
+    """Write a page about a checkpoint, a run, or two of either, and print a summary.
 
     The page is one file, and needs no network. The page of a checkpoint has a map of its modules, and shape, values,
     range, NaN and codec of every tensor; the page of a run has its figures, the sizes of its steps, and how far its
-    layers moved; the page of two checkpoints has their differences.
+    layers moved; the page of two checkpoints has their differences; the page of two runs has their figures in the same
+    charts.
 
     Parameters
     ----------
     path
         A checkpoint, the folder of a run, or a step of a run: RUN@latest, RUN@1200, RUN@best.
     other
-        A second checkpoint, to compare with.
+        A second checkpoint, or a second run, to compare with. To compare the weights of two runs, name the steps:
+        RUN@latest.
     out
         The page to write; by default named like the checkpoint, in this folder. Only such a page is replaced.
     sample
@@ -63,16 +65,19 @@ def show(
     check_installed(SHOW)
     page = out or _page_of(path, other)
     check_page(page, SHOW)
-    is_run = other is None and bool(steps_of_run(path))
-    if format is not None and (is_run or other is not None):
+    given = [each for each in (path, other) if each is not None]
+    are_runs = all(bool(steps_of_run(each)) for each in given)
+    if format is not None and (are_runs or other is not None):
         raise UsageError("--format is for one checkpoint, not for a run or two", remedy="leave it out")
-    places = [path] if is_run else [checkpoint_at(each, output) for each in (path, other) if each is not None]
+    places = given if are_runs else [checkpoint_at(each, output) for each in given]
     subject: PageSubject
     with output.meter("comparing" if other is not None else f"reading {path}") as progress:
-        if other is not None:
-            subject = Difference(diff(*places, progress=progress, **options.arguments))
-        elif is_run:
+        if are_runs and other is not None:
+            subject = RunComparison((read_figures(path), read_figures(other)))
+        elif are_runs:
             subject = read_run(path, sample=sample, progress=progress, **options.arguments)
+        elif other is not None:
+            subject = Difference(diff(*places, progress=progress, **options.arguments))
         else:
             subject = read_contents(places[0], sample=sample, format=format, progress=progress, **options.arguments)
     nbytes = write_page(page, subject.page())

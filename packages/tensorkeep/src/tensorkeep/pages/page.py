@@ -39,7 +39,7 @@ _LEAST_GAP, _WIDEST = 56, 80
 
 
 class PageSubject(ABC):
-    """What a page shows: a checkpoint, a run or the difference of two checkpoints."""
+    """What a page shows: a checkpoint, a run, the difference of two checkpoints, or two runs."""
 
     @property
     @abstractmethod
@@ -223,9 +223,9 @@ def title_of(path: str) -> str:
     return name if run is place else f"{name}: {place.name}"
 
 
-def show_page(template: str, title: str, table: DrawnTable, **content: Any) -> str:
-    """Return a page with a table that its script draws; raises as `render_page`."""
-    data = data_json({"tensors": table.json})
+def show_page(template: str, title: str, table: DrawnTable | None, **content: Any) -> str:
+    """Return a page, with a table that its script draws or without one; raises as `render_page`."""
+    data = data_json({} if table is None else {"tensors": table.json})
     return render_page(template, SHOW, title=title, data=data, version=__version__, **content)
 
 

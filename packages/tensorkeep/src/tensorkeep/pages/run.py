@@ -1,8 +1,8 @@
-"""The page of a run: its figures, the sizes and shared bytes of its steps, and how its layers moved."""
+"""The page of a run: its figures, the sizes and shared bytes of its steps, how its layers moved; two runs compared."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ _CHARTS = (
     ("Peak memory (GB)", (("train/peak_memory_bytes", "peak memory"),)),
 )
 _COLOURS = ("good", "bad")
+_RANGE = (">first", ">last", ">smallest", ">largest")
 _MOST_BARS = 120
 # The width of the chart, and the most of a bar: the number of a step is below its bar.
 _SIZES_WIDTH, _WIDEST_BAR = 900, 56
@@ -283,8 +284,8 @@ class RunContents(PageSubject):
 
     log: RunLog
     figures: dict[str, Points]
-    origins: dict[int, dict[int, int]]
-    motion: Motion | None
+    origins: dict[int, dict[int, int]] = field(default_factory=dict)
+    motion: Motion | None = None
     cut: bool = False
     problems: dict[int, str] = field(default_factory=dict)
 
@@ -299,19 +300,21 @@ class RunContents(PageSubject):
 
     def findings(self) -> Findings:
         log = self.log
-        complete = [step for step in log.steps if step.problem is None]
         size, new = (sum(getattr(step, name) for step in log.steps) for name in ("nbytes", "new_bytes"))
         first, last = log.steps[0].number, log.steps[-1].number
         shared = f"; files that steps share save {format_bytes(size - new)}" if size > new else ""
         steps = f"{counted(len(log.steps), 'step')}, {first} to {last}" if last > first else f"1 step, {first}"
         found = [("", f"{steps}: {format_bytes(new)} on the disk{shared}.")]
-        times = [step.saved_at for step in complete if step.saved_at is not None]
+        times = [step.saved_at for step in log.saved if step.saved_at is not None]
         if len(times) > 1:
-            # The clock may have been set back between two saves.
-            length = format_seconds(max(0.0, times[-1] - times[0]))
-            found.append(("", f"Saved from {format_moment(times[0])} to {format_moment(times[-1])}, within {length}."))
+            first_time, last_time = min(times), max(times)
+            length = format_seconds(last_time - first_time)
+            found.append(
+                ("", f"Saved from {format_moment(first_time)} to {format_moment(last_time)}, within {length}.")
+            )
         if log.best and log.best.metrics and log.metric:
             found.append(("good", f"Best step: {log.best.number}, {log.metric} {log.best.metrics[log.metric]:.5g}."))
+        found += [("", line) for line in _deleted(log)]
         found += [("bad", line) for line in _divergence(self.figures)]
         for number, problem in list(self.problems.items())[:_NAMED]:
             found.append(("bad", f"Step {number}: {problem}."))
@@ -322,14 +325,12 @@ class RunContents(PageSubject):
         return found
 
     def summary(self) -> ReportTable:
-        rows = []
-        for each in self.charts():
-            for curve in each.curves:
-                title = f"{each.title}: {curve.name}" if len(each.curves) > 1 else each.title
-                values = [value for _, value in curve.points]
-                figures = values[0], values[-1], min(values), max(values)
-                rows.append((TableEntry(title), *(TableEntry(f"{value:.5g}") for value in figures)))
-        return ReportTable("Figures", ("figure", ">first", ">last", ">smallest", ">largest"), rows)
+        rows = [
+            (TableEntry(f"{each.title}: {curve.name}" if len(each.curves) > 1 else each.title), *_range(curve))
+            for each in self.charts()
+            for curve in each.curves
+        ]
+        return ReportTable("Figures", ("figure", *_RANGE), rows)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -362,29 +363,29 @@ class RunContents(PageSubject):
 
     def charts(self) -> list[Chart]:
         """Return charts of the figures in the log, and of metrics of steps that the log does not have."""
+        found = [
+            chart(title, [Curve(*each) for each in zip(curves, _COLOURS, curves.values(), strict=False)])
+            for title, curves in self.plots().items()
+        ]
+        return [each for each in found if each is not None]
+
+    def plots(self) -> dict[str, dict[str, list[tuple[float, float]]]]:
+        """Return the points of each curve, by the title of its chart and its name."""
         figures = dict(self.figures)
         # A metric that the log has as well is drawn once.
         known = {name.rpartition("/")[2] for name in figures}
-        wanted = list(_CHARTS)
-        for step in self.log.steps:
-            for name, value in (step.metrics or {}).items():
-                if name not in known:
-                    figures.setdefault(f"steps/{name}", []).append((step.number, value))
-        wanted += [
-            (name.removeprefix("steps/"), ((name, "metric of the step"),)) for name in figures if "steps/" in name
-        ]
+        metrics = {name: points for name, points in self.log.curves().items() if name not in known}
         if "train/peak_memory_bytes" in figures:
             points = figures["train/peak_memory_bytes"]
             figures["train/peak_memory_bytes"] = [(step, value / 1e9) for step, value in points]
-        found = []
-        for title, names in wanted:
-            curves = [
-                Curve(label, colour, [(float(step), value) for step, value in figures[name]])
-                for (name, label), colour in zip(names, _COLOURS, strict=False)
-                if name in figures
-            ]
-            found.append(chart(title, curves))
-        return [each for each in found if each is not None]
+        charts = {
+            title: {label: figures[name] for name, label in names if name in figures} for title, names in _CHARTS
+        } | {name: {"metric of the step": points} for name, points in metrics.items()}
+        return {
+            title: {label: [(float(step), value) for step, value in points] for label, points in curves.items()}
+            for title, curves in charts.items()
+            if curves
+        }
 
     def _row(self, step: LoggedStep) -> list[Any]:
         shared = 1 - step.new_bytes / step.nbytes if step.nbytes else None
@@ -394,6 +395,94 @@ class RunContents(PageSubject):
         state = step.state_bytes or None
         moved = None if self.moves is None else self.moves.moved_most(step.number)
         return [name, saved, step.nbytes, step.new_bytes, shared, state, ratio, moved, self.problems.get(step.number)]
+
+
+def _range(curve: Curve) -> tuple[TableEntry, ...]:
+    values = [value for _, value in curve.points]
+    return tuple(TableEntry(f"{value:.5g}", value) for value in (values[0], values[-1], min(values), max(values)))
+
+
+@dataclass(frozen=True, slots=True)
+class RunComparison(PageSubject):
+    """Two runs: their figures in the same charts."""
+
+    runs: tuple[RunContents, RunContents]
+
+    @property
+    def names(self) -> tuple[str, str]:
+        first, second = (title_of(run.log.path) for run in self.runs)
+        # Runs of one name are told apart by their folders.
+        return (first, second) if first != second else (self.runs[0].log.path, self.runs[1].log.path)
+
+    @property
+    def heading(self) -> str:
+        return " and ".join(run.log.path for run in self.runs)
+
+    def findings(self) -> Findings:
+        found: Findings = []
+        for name, run in zip(self.names, self.runs, strict=True):
+            numbers = [step.number for step in run.log.saved]
+            deleted = f", {len(run.log.pruned):,} of them deleted" if run.log.pruned else ""
+            steps = f"{counted(len(numbers), 'saved step')}, {numbers[0]} to {numbers[-1]}"
+            found.append(("", f"{name}: {steps}{deleted}."))
+            found += [("bad", f"{name}: {line}") for line in _divergence(run.figures)]
+        return found + self._better()
+
+    def _better(self) -> Findings:
+        logs = [run.log for run in self.runs]
+        metric, mode = logs[0].metric, logs[0].mode
+        best = [point for log in logs if (point := best_of(log)) is not None]
+        if (metric, mode) != (logs[1].metric, logs[1].mode) or len(best) < 2:
+            return []
+        texts = [f"{value:.5g} at step {step}" for step, value in best]
+        if best[0][1] == best[1][1]:
+            return [("", f"Both runs have the same best {metric}: {texts[0]}, and {texts[1]}.")]
+        better = int((best[1][1] < best[0][1]) == (mode == "min"))
+        return [
+            ("good", f"{self.names[better]} has the better {metric}: {texts[better]}, against {texts[1 - better]}.")
+        ]
+
+    def summary(self) -> ReportTable:
+        rows = [
+            (TableEntry(each.title), TableEntry(curve.name), *_range(curve))
+            for each in self.charts()
+            for curve in each.curves
+        ]
+        return ReportTable("Figures", ("figure", "run", *_RANGE), rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": "runs", "runs": [run.as_dict() for run in self.runs]}
+
+    def charts(self) -> list[Chart]:
+        """Return a chart for each figure of the runs, with a curve of each run that has it."""
+        plots = [run.plots() for run in self.runs]
+        figures = dict.fromkeys(
+            (title, label) for found in plots for title, curves in found.items() for label in curves
+        )
+        charts = []
+        for title, label in figures:
+            curves = [
+                Curve(name, colour, found[title][label])
+                for name, colour, found in zip(self.names, _COLOURS, plots, strict=True)
+                if label in found.get(title, {})
+            ]
+            several = any(len(found.get(title, {})) > 1 for found in plots)
+            # A chart of one curve has no legend.
+            only = f" ({curves[0].name} only)" if len(curves) == 1 else ""
+            charts.append(chart((f"{title}: {label}" if several else title) + only, curves))
+        return [each for each in charts if each is not None]
+
+    def page(self) -> str:
+        return show_page(
+            "runs.html.j2",
+            " and ".join(self.names),
+            None,
+            runs=[(name, run.log.path) for name, run in zip(self.names, self.runs, strict=True)],
+            findings=self.findings(),
+            charts=self.charts(),
+            cut=any(run.cut for run in self.runs),
+            figures=self.summary(),
+        )
 
 
 def read_run(
@@ -409,21 +498,25 @@ def read_run(
 
     Raises the errors of `tensorkeep.log`.
     """
-    found = read_log(path)
-    problems = {step.number: step.problem for step in found.steps if step.problem}
-    complete = {step.number: as_path(step.path) for step in found.steps if step.problem is None}
+    run = read_figures(path)
+    problems = {step.number: step.problem for step in run.log.steps if step.problem}
+    complete = {step.number: as_path(step.path) for step in run.log.steps if step.problem is None}
     # A damaged step must not end the whole page.
     settings = open_settings(memory_budget, allow=allow)
     motion = _read_motion(complete, settings, sample, thread_count(threads), progress)
-    content = _log_content(as_path(found.path))
-    return RunContents(
-        found,
-        figures_of(content),
-        dict(_origins(complete)),
-        motion,
-        len(content) >= _LONGEST_LOG,
-        problems | (motion.problems if motion else {}),
+    return replace(
+        run,
+        origins=dict(_origins(complete)),
+        motion=motion,
+        problems=problems | (motion.problems if motion else {}),
     )
+
+
+def read_figures(path: PathLike) -> RunContents:
+    """Read the log and the manifests of a run, and no weights. Raises the errors of `tensorkeep.log`."""
+    found = read_log(path)
+    content = _log_content(as_path(found.path))
+    return RunContents(found, figures_of(content), cut=len(content) >= _LONGEST_LOG)
 
 
 def _log_content(root: Path) -> bytes:
@@ -463,6 +556,22 @@ def _origins(steps: Mapping[int, Path]) -> Iterator[tuple[int, dict[int, int]]]:
             writer = first.setdefault((status.st_dev, status.st_ino), number)
             sizes[writer] = sizes.get(writer, 0) + status.st_size
         yield number, sizes
+
+
+def _deleted(log: RunLog) -> Iterator[str]:
+    if not log.pruned:
+        return
+    yield f"The metrics of {counted(len(log.pruned), 'deleted step')} are in the figures as well."
+    best = best_of(log)
+    if best is not None and best[0] not in {step.number for step in log.steps}:
+        yield f"The best {log.metric} of all was {best[1]:.5g}, at step {best[0]}, which was deleted."
+
+
+def best_of(log: RunLog) -> tuple[int, float] | None:
+    """Return the step with the best value of the log's metric, deleted or not, and the value; None without one."""
+    points = [(step, value) for step, value in log.curves().get(log.metric or "", []) if not math.isnan(value)]
+    sign = -1 if log.mode == "max" else 1
+    return min(points, key=lambda point: (sign * point[1], -point[0]), default=None)
 
 
 def _divergence(figures: dict[str, Points]) -> Iterator[str]:
