@@ -1,5 +1,6 @@
 """Tables and lines on terminals of 50, 80 and 140 columns: no line is wider, no word broken, numbers are complete."""
 
+import os
 import re
 import sys
 import unicodedata
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 
 import tensorkeep
 from tensorkeep.cli.main import main
-from tensorkeep.cli.text import Table, elided, print_lines, print_verdict, printable, printable_text
+from tensorkeep.cli.text import Table, columns, elided, print_lines, print_verdict, printable, printable_text
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 
@@ -198,3 +199,23 @@ def test_verdicts_are_coloured_on_a_terminal_unless_no_color_is_set(
     text = shown(Table(("=arm", "=verdict"), rows).show, 80)
     assert "\x1b[32mhelps" in text and "\x1b[31mhurts" in text and "\x1b[33mwithin noise" in text
     assert COLOURS.sub("", text).splitlines()[-1].split() == ["d", "baseline"]
+
+
+def test_the_width_is_the_one_of_any_stream_that_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = {0: 61, 2: 70}
+
+    def size(stream: int) -> os.terminal_size:
+        if stream not in widths:
+            raise OSError
+        return os.terminal_size((widths[stream], 24))
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("os.get_terminal_size", size)
+    # Standard output goes to a pager or a file; then standard input, too.
+    assert columns() == 61
+    del widths[0]
+    assert columns() == 70
+    widths.clear()
+    assert columns() == 80
+    monkeypatch.setenv("COLUMNS", "50")
+    assert columns() == 50
