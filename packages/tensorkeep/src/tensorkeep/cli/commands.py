@@ -230,7 +230,9 @@ def overview(program: str, description: str, notes: str, commands: Mapping[str, 
     lines += [f"╰{'─' * (width - 2)}╯", ""]
     lines += [line for paragraph in notes.splitlines() for line in _filled(paragraph, width)]
     text = "\n".join(lines)
-    return text if (sys.stdout.encoding or "utf-8").lower().startswith("utf") else text.translate(_ASCII)
+    # A stream of a notebook may have no encoding.
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text if encoding.lower().startswith("utf") else text.translate(_ASCII)
 
 
 def _filled(text: str, width: int) -> list[str]:
