@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tensorkeep.testing.cases import case
 from tensorkeep.testing.format_suite import names_in
+from tensorkeep_bench.experiment import read_experiment
 
 REFUSED = {
     "train {} --data text.txt --out run": [
@@ -104,6 +106,17 @@ REFUSED = {
         ("-q", 2, "error: no command is given"),
         ("-C x", 2, "error: no command is given"),
         ("inof x", 2, "error: unknown command 'inof'; did you mean 'info'?"),
+        (
+            "pipeline --stage train --use_torch_compile",
+            2,
+            "'pipeline'; the command for it: tensorkeep train shakespeare-char-cpu --data my-text.txt --out run",
+        ),
+        ("pipeline.py --stage process", 2, "the command for it: tensorkeep data prepare my-text.txt --out data"),
+        ("src/train_optimized.py", 2, "the command for it: tensorkeep train "),
+        ("bench my.json", 2, "the command for it: tensorkeep bench checkpoint --experiment my.json"),
+        ("bench suite 'a b.json'", 2, "the command for it: tensorkeep bench checkpoint --experiment 'a b.json'"),
+        ("bench suite", 2, "the command for it: tensorkeep bench checkpoint --experiment six-way"),
+        ("train configs/small.yaml", 2, "there is no recipe 'configs/small.yaml'"),
         ("info x --lagest 3", 2, "error: unknown option: --lagest. Did you mean --largest?"),
         ("verify x --threads 0", 2, 'error: invalid value "0" for --threads. Must be >= 1'),
         ("verify x --memory-budget 4X", 2, "error: invalid value for --memory-budget: '4X' is not a size"),
@@ -126,3 +139,30 @@ def test_wrong_arguments_are_refused_with_a_remedy_and_nothing_is_written(
     assert lines[0].startswith("error: ")
     # A context that is longer than the data is known once the data is prepared, in the run's folder.
     assert names_in(tmp_path) == (["run", "text.txt"] if "a context of" in message else ["text.txt"])
+
+
+def test_a_file_in_another_language_is_refused_with_the_command_for_it(
+    tmp_path: Path, check_refused: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, content in (("small.yaml", "training:\n  batch_size: 8\n"), ("small.json", '{"batch_size": 8}')):
+        (tmp_path / name).write_text(content)
+        refused = f"{name}: is {name[6:].upper()}; settings are read from TOML"
+        for command in ("train shakespeare-char-cpu", "info x"):
+            with case(f"{command} {name}"):
+                lines = check_refused([*command.split(), "-C", str(tmp_path / name)], 2, refused)
+                assert "tensorkeep train RECIPE --loop.batch_size 8" in lines[1]
+    file = str(tmp_path / "small.yaml")
+    lines = check_refused(["train", file], 2, f"there is no recipe {file!r}")
+    assert f"tensorkeep train RECIPE -C {file}; recipes: " in lines[1]
+    # The command converts an experiment.
+    (tmp_path / "small.yaml").write_text("arms:\n- {name: one, settings: {tool: torch}}\n")
+    command = ["bench", "checkpoint", "--experiment", file]
+    lines = check_refused(command, 2, "small.yaml: is YAML; experiments are read from JSON")
+    *start, code, _, source, _, target = shlex.split(lines[1].partition(": ")[2])
+    assert start == ["python", "-c"]
+    pytest.importorskip("yaml")
+    with open(source) as given, open(target, "w") as taken, monkeypatch.context() as patches:
+        patches.setattr("sys.stdin", given)
+        patches.setattr("sys.stdout", taken)
+        exec(code, {})
+    assert [arm.name for arm in read_experiment(tmp_path / "small.json").arms] == ["one", "one (again)"]

@@ -451,7 +451,12 @@ def read_json(path: Path) -> object:
         return value
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise UsageError(f"is not JSON: {reason}", remedy="correct the file") from error
+        if path.suffix.lower() not in (".yaml", ".yml"):
+            raise UsageError(f"is not JSON: {reason}", remedy="correct the file") from error
+        source, target = shlex.quote(str(path)), shlex.quote(str(path.with_suffix(".json")))
+        converted = "import json, sys, yaml; json.dump(yaml.safe_load(sys.stdin), sys.stdout)"
+        remedy = f'write it as JSON, with PyYAML: python -c "{converted}" < {source} > {target}'
+        raise UsageError("is YAML; experiments are read from JSON", remedy=remedy) from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Recipes: functions that return a complete configuration. A variant calls another recipe and changes settings."""
 
+import shlex
 from collections.abc import Callable
+from pathlib import PurePath
 from typing import Any
 
 from chatgot.config.config import CheckpointConfig, Config, DataConfig, EvalConfig, LoopConfig, SampleConfig
@@ -191,5 +193,10 @@ def get_recipe(name: str) -> Config:
     (100, 'muon')
     """
     if name not in RECIPES:
-        raise UsageError(f"there is no recipe {name!r}", remedy=did_you_mean(name, RECIPES, "recipes"))
+        remedy = did_you_mean(name, RECIPES, "recipes")
+        if PurePath(name).suffix in (".toml", ".yaml", ".yml", ".json"):
+            remedy = (
+                f"give the file after the name of a recipe: tensorkeep train RECIPE -C {shlex.quote(name)}; {remedy}"
+            )
+        raise UsageError(f"there is no recipe {name!r}", remedy=remedy)
     return RECIPES[name]()

@@ -110,6 +110,10 @@ TABLE = "save"
 KEYS = ("compression", "threads", "direct_io", "memory_budget")
 _MOST_THREADS = 1024
 _MOST_BYTES = 1024**2
+_IN_TOML = (
+    "write its values as options, such as tensorkeep train RECIPE --loop.batch_size 8, or in a TOML file for -C, as "
+    "the line batch_size = 8 below [train.loop]; tensorkeep train RECIPE --list-settings shows the names"
+)
 # Files of other formats are read by other tools, which do not know our codecs.
 _ONLY_FOR = {"compression": ("native",), "direct_io": ("native", "safetensors")}
 
@@ -170,7 +174,11 @@ def _tables_of(content: bytes, path: Path) -> dict[str, Any]:
         return tomllib.loads(content.decode())
     # The parser recurses at each bracket, and `int` refuses very long numbers.
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"is not TOML: {error}", path=path, remedy="correct the file") from error
+        if path.suffix.lower() in (".yaml", ".yml", ".json"):
+            message, remedy = f"is {path.suffix[1:].upper()}; settings are read from TOML", _IN_TOML
+        else:
+            message, remedy = f"is not TOML: {error}", "correct the file"
+        raise UsageError(message, path=path, remedy=remedy) from error
 
 
 def parse(tables: Mapping[str, Any], path: Path | None) -> SaveTable:

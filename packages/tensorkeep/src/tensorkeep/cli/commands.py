@@ -2,9 +2,12 @@
 
 import math
 import re
+import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, NamedTuple, NoReturn
 
 from tensorkeep.cli.text import columns, has_colours
@@ -24,6 +27,8 @@ class Command(NamedTuple):
     summary: str
     # The package to install if the module of the function cannot be found.
     package: str = CORE
+    # Words of other programs that lead to it, which the error about an unknown command explains.
+    also: tuple[str, ...] = ()
 
     @property
     def installed(self) -> bool:
@@ -57,21 +62,35 @@ COMMANDS = {
         "tensorkeep.cli.env:env", "Show versions, the coder in use, hardware and file system, for a bug report."
     ),
     "bench checkpoint": Command(
-        "tensorkeep_bench.cli.measure:checkpoint", "Compare ways to save and load a checkpoint.", BENCH
+        "tensorkeep_bench.cli.measure:checkpoint",
+        "Compare ways to save and load a checkpoint.",
+        BENCH,
+        ("suite", "compare", "run_phase4_streamlined", "phase4_optimization_testing"),
     ),
     "bench claims": Command(
         "tensorkeep_bench.cli.measure:claims", "Check published claims about checkpoint formats on this machine.", BENCH
     ),
     "bench training": Command(
-        "tensorkeep_bench.cli.measure:training", "Compare training techniques and settings of a recipe.", BENCH
+        "tensorkeep_bench.cli.measure:training",
+        "Compare training techniques and settings of a recipe.",
+        BENCH,
+        ("benchmark", "benchmarks", "benchmark_torch_compile", "run_optimization_tests"),
     ),
-    "data prepare": Command("chatgot.cli.data:prepare", "Tokenize text for a training run.", TRAINER),
+    "data prepare": Command(
+        "chatgot.cli.data:prepare", "Tokenize text for a training run.", TRAINER, ("prepare", "process", "preprocess")
+    ),
     "data info": Command("chatgot.cli.data:info", "Show the contents of a folder of prepared data.", TRAINER),
-    "train": Command("chatgot.cli.train:train", "Train a model, resume a run, or branch from one.", TRAINER),
+    "train": Command(
+        "chatgot.cli.train:train",
+        "Train a model, resume a run, or branch from one.",
+        TRAINER,
+        ("pipeline", "train_optimized", "train_with_samples", "trainer", "finetune"),
+    ),
     "generate": Command(
         "chatgot.cli.generate:generate",
         "Continue a text with the model of a run, and print it as it is generated.",
         TRAINER,
+        ("sample", "inference"),
     ),
     "eval": Command(
         "chatgot.cli.evaluate:evaluate",
@@ -187,6 +206,26 @@ def _examples() -> dict[str, tuple[str, ...]]:
 
 
 EXAMPLES = _examples()
+
+
+def command_meant(tokens: Sequence[str]) -> str | None:
+    """Return an example of the command that words of another program lead to; None if they lead to none.
+
+    Examples
+    --------
+    >>> command_meant(["pipeline.py", "--stage", "generate"])
+    "tensorkeep generate run --prompt 'Once upon'"
+    """
+    stage = dict(pairwise(tokens)).get("--stage", "")
+    names = {word: name for name, command in COMMANDS.items() for word in (name, *command.also)}
+    # A stage says more than the name of its program.
+    words = (stage, PurePath(tokens[0]).name.removesuffix(".py"))
+    found = next((names[word] for word in words if word in names), None)
+    # The file of an experiment, with or without a word before it.
+    file = next((token for token in tokens if token.endswith(".json")), None)
+    if file is not None and found in (None, "bench checkpoint"):
+        return f"tensorkeep bench checkpoint --experiment {shlex.quote(file)}"
+    return EXAMPLES[found][-1 if found == "bench checkpoint" else 0] if found else None
 
 
 def epilogue(command: str, program: str = CORE) -> str:

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from cyclopts.exceptions import CycloptsError, UnknownCommandError
 
+from tensorkeep.cli.commands import command_meant
 from tensorkeep.cli.output import print_json
 from tensorkeep.cli.text import finish_stdout, printable
 from tensorkeep.errors import OutOfMemoryError, StoreError, TensorkeepError, UsageError, did_you_mean, is_out_of_memory
@@ -113,6 +114,8 @@ def _usage_error(error: CycloptsError) -> UsageError:
         token = error.unused_tokens[0]
         if token.startswith("-"):
             return UsageError(f"unknown option: {token}", remedy=remedy)
+        if meant := command_meant([*error.unused_tokens]):
+            return UsageError(f"unknown command {token!r}; the command for it: {meant}", remedy=remedy)
         # The application also lists its flags, such as --help.
         known = [name for name in error.app if not name.startswith("-")]
         return UsageError(f"unknown command {token!r}; {did_you_mean(token, known, 'commands')}", remedy=remedy)
