@@ -12,6 +12,8 @@ $(DOCS): WITH := --group docs
 $(DEV): EXTRA_tensorkeep := [cloud]
 $(DEV): EXTRA_chatgot := [tables]
 $(DEV): WITH := --group dev
+# torchtitan without most of what it needs, which the part that is tested does not import.
+$(DEV): ALONE := torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 torchdata==0.11.0 typeguard==4.6.1
 # Three workers for two cores, as some tests wait: two took 7% more time and 4% less CPU time. One thread of torch each.
 # One worker runs the tests of a file, which share fixtures, or of a group (`xdist_group`). Compiled Python is cached even
 # where the environment forbids it: the tests start hundreds of processes. Where a worker ends, the run does, too: xdist
@@ -39,6 +41,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt $(PACKAGES:%=packages/%/pyp
 	@echo "installing the packages for $* into $(VENV) ..."
 	@$(BIN)/pip install -qq --upgrade "pip>=25.1"
 	@$(BIN)/pip install -qq -c constraints.txt $(foreach each,$(PACKAGES),-e "packages/$(each)$(EXTRA_$(each))") $(WITH)
+	@test -z "$(ALONE)" || $(BIN)/pip install -qq --no-deps $(ALONE)
 	@$(BIN)/python -c "from tensorkeep.codecs import coder; print('coder:', coder.describe())"
 	@touch $@
 

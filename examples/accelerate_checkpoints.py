@@ -1,49 +1,16 @@
 """accelerate with Tensorkeep: ``save_state`` and ``load_state`` for any number of ranks, with FSDP2, DDP or neither.
 
 ``torchrun --nproc-per-node 2 examples/accelerate_checkpoints.py``, or ``accelerate launch`` with ``fsdp_version: 2``:
-run it, kill it, run it again. In your program, `TensorkeepAccelerator` takes the place of ``Accelerator``.
+run it, kill it, run it again.
 """
 
 import argparse
 import os
-from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import distributed as dist
 
-import tensorkeep
-from tensorkeep.distributed import PerRank
-
-
-class TensorkeepAccelerator(Accelerator):
-    """Saves and loads what was prepared and registered, with all ranks, as one checkpoint."""
-
-    def save_state(self, output_dir: str, safe_serialization: bool = True, **options: Any) -> str:
-        """Save; ``options`` are those of `tensorkeep.save`. What was there before remains until all is durable."""
-        tensorkeep.save(self._state(), output_dir, group=self._group(), **{"overwrite": True, **options})
-        return output_dir
-
-    def load_state(self, input_dir: str, load_kwargs: dict[str, Any] | None = None, **options: Any) -> None:
-        """Load; ``options`` are those of `tensorkeep.load`."""
-        state = tensorkeep.load(input_dir, into=self._state(), group=self._group(), **(load_kwargs or {}), **options)
-        self.step = state["accumulated"]
-
-    def _group(self) -> dist.ProcessGroup | None:
-        return dist.group.WORLD if self.num_processes > 1 else None
-
-    def _state(self) -> dict[str, Any]:
-        random = tensorkeep.RandomState()
-        return {
-            "models": [self.unwrap_model(model) for model in self._models],
-            "optimizers": list(self._optimizers),
-            "schedulers": list(self._schedulers),
-            "scaler": self.scaler,
-            "registered": list(self._custom_objects),
-            "random": PerRank(random) if self.num_processes > 1 else {"0": random},
-            "accumulated": self.step,
-        }
+from tensorkeep.integrations.accelerate import TensorkeepAccelerator
 
 
 class Progress:

@@ -1,51 +1,13 @@
-"""Lightning with Tensorkeep's checkpoints: run it, kill it, run it again.
-
-`TensorkeepIO` is a plug-in for every ``Trainer``; ``ModelCheckpoint`` and ``ckpt_path`` work as usual. What is in a
-checkpoint, and where in an epoch a run resumes, is decided by Lightning, which does not save random states.
-"""
+"""Lightning with Tensorkeep's checkpoints: run it, kill it, run it again."""
 
 import argparse
-import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-import tensorkeep
-
-
-class TensorkeepIO(CheckpointIO):
-    """Saves in the background: training waits only while the state is copied."""
-
-    def __init__(self, **options: Any) -> None:
-        self._options = options
-        self._pending: tensorkeep.PendingSave | None = None
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save, once the save before is durable."""
-        self.teardown()
-        self._pending = tensorkeep.save_async(checkpoint, path, overwrite=True, **self._options)
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load with every block checked; nothing is ever unpickled, whatever ``weights_only`` is."""
-        self.teardown()
-        return tensorkeep.load(path, device=None if callable(map_location) else map_location)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint, once the next one is durable."""
-        self.teardown()
-        # A run that was killed afterwards has removed it already.
-        if Path(path).exists():
-            shutil.rmtree(path)
-
-    def teardown(self) -> None:
-        """Wait for the save in progress, and raise its error."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
+from tensorkeep.integrations.lightning import TensorkeepIO
 
 
 class Model(LightningModule):

@@ -1,61 +1,18 @@
 """Lightning with FSDP2 and Tensorkeep: each rank saves and loads its shards; a run resumes on another number of ranks.
 
-``torchrun --nproc-per-node 2 examples/lightning_sharded.py``. Sharded strategies do not use Lightning's `CheckpointIO`,
-but call torch.distributed.checkpoint themselves: `TensorkeepStrategy` takes the place of ``ModelParallelStrategy``.
+``torchrun --nproc-per-node 2 examples/lightning_sharded.py``
 """
 
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import distributed as dist
-from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
-import tensorkeep
-
-
-class Rest:
-    """What a checkpoint of Lightning has besides shards: progress, callbacks, schedulers."""
-
-    def __init__(self, state: dict[str, Any] | None = None) -> None:
-        self.state = state or {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return it, to be saved."""
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep what was loaded."""
-        self.state = state
-
-
-class TensorkeepStrategy(ModelParallelStrategy):
-    """Saves and loads one checkpoint with all ranks."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save the shards of all ranks; what was at the path remains until the new checkpoint is complete."""
-        sharded = {key: checkpoint.pop(key) for key in ("state_dict", "optimizer_states") if key in checkpoint}
-        tensorkeep.save(
-            {**sharded, "lightning": Rest(checkpoint)}, self.broadcast(filepath), overwrite=True, group=dist.group.WORLD
-        )
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Fill the shards of this rank; nothing is ever unpickled, whatever ``weights_only`` is."""
-        state: dict[str, Any] = {"state_dict": self.lightning_module_state_dict(), "lightning": Rest()}
-        if self.optimizers:
-            state["optimizer_states"] = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
-        state = tensorkeep.load(self.broadcast(checkpoint_path), into=state, group=dist.group.WORLD)
-        set_model_state_dict(self.model, state["state_dict"])
-        for optimizer, saved in zip(self.optimizers, state.get("optimizer_states", []), strict=True):
-            set_optimizer_state_dict(self.model, optimizer, saved)
-        # Lightning asks for these again, and then does nothing with them.
-        return {**state["lightning"].state, "state_dict": {}, "optimizer_states": [{} for _ in self.optimizers]}
+from tensorkeep.integrations.lightning import TensorkeepStrategy
 
 
 class Model(LightningModule):

@@ -31,6 +31,7 @@ ORDER = {
         checkpoint
         manager
         distributed torch safetensors pages
+        integrations
         cli
         ext testing
     """,

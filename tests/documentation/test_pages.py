@@ -53,6 +53,7 @@ def run_page(page: Path) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.filterwarnings("ignore:::(torch|lightning|transformers)[.].*")  # their advice
 @pytest.mark.usefixtures("folder", "quick_training", "without_plots")
 @pytest.mark.parametrize(
     "page",

@@ -1,0 +1,193 @@
+"""`TensorkeepTrainer` against the real ``transformers``: it resumes exactly, and keeps and loads the best step."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorkeep
+from ranks import run_ranks
+
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("transformers")]
+transformers = pytest.importorskip("transformers")
+
+from tensorkeep.integrations.transformers import TensorkeepTrainer  # noqa: E402
+
+ROWS = [{"input_ids": (row := (torch.arange(8) + start) % 11), "labels": row} for start in range(20)]
+
+
+class Stop(transformers.TrainerCallback):
+    """Ends the run like a kill, after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def trainer(out: Path, kind: Any = TensorkeepTrainer, accuracies: Iterator[float] | None = None, **options: Any) -> Any:
+    """Return a trainer of a tiny GPT-2 with dropout: three epochs of five steps, or ``max_steps``."""
+    transformers.set_seed(3)
+    config = transformers.GPT2Config(
+        vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0
+    )
+    own = {name: options.pop(name) for name in ("callbacks", "manager", "processing_class") if name in options}
+    if accuracies is not None:
+        own |= {"eval_dataset": ROWS[:4], "compute_metrics": lambda _: {"accuracy": next(accuracies)}}
+        options |= {"eval_strategy": "steps", "metric_for_best_model": "accuracy"}
+    defaults = {"save_steps": 2, "logging_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 0.01}
+    arguments = transformers.TrainingArguments(
+        str(out), report_to=[], use_cpu=True, disable_tqdm=True, **{"max_steps": 8, **defaults, **options}
+    )
+    return kind(transformers.GPT2LMHeadModel(config), arguments, train_dataset=ROWS, **own)
+
+
+def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    states = one.state_dict(), other.state_dict()
+    return states[0].keys() == states[1].keys() and all(
+        torch.equal(states[0][key], states[1][key]) for key in states[0]
+    )
+
+
+@pytest.fixture(autouse=True)
+def warnings_of_transformers() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(transformers|torch|accelerate)\..*")
+        yield
+
+
+# After 5 steps the step before lies in the first epoch, after 3 and 7 in the middle of an epoch.
+@pytest.mark.parametrize(
+    "stopped_after", [5, *(pytest.param(step, marks=pytest.mark.exhaustive) for step in (3, 6, 7))]
+)
+def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path: Path, stopped_after: int) -> None:
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "killed", callbacks=[Stop(stopped_after)]).train()
+    resumed = trainer(tmp_path / "killed")
+    assert resumed.train(resume_from_checkpoint=True).global_step == 8
+    assert same_weights(whole.model, resumed.model)
+    steps = [tmp_path / run / "step-000008" for run in ("whole", "killed")]
+    assert tensorkeep.diff(*steps).equal
+    assert [step.number for step in resumed.manager.steps()] == [2, 4, 6, 8]
+    assert resumed.manager.steps()[-1].metrics["loss"] > 0
+
+
+def test_the_best_step_is_kept_and_loaded_and_a_finished_run_does_nothing(tmp_path: Path) -> None:
+    options = {"load_best_model_at_end": True, "save_total_limit": 1, "max_steps": 8, "eval_steps": 2}
+    first = trainer(tmp_path, accuracies=iter([0.1, 0.9, 0.2, 0.3]), **options)
+    first.train(resume_from_checkpoint=True)
+    kept = first.manager.steps()
+    assert [step.number for step in kept] == [4, 8]
+    assert first.manager.best().number == 4
+    assert first.state.best_model_checkpoint == kept[0].path
+    best = transformers.GPT2LMHeadModel.from_pretrained(kept[0].path)
+    assert same_weights(first.model, best)
+    assert kept[0].metrics["eval_accuracy"] == 0.9 and not any("runtime" in name for name in kept[0].metrics)
+    assert not same_weights(best, transformers.GPT2LMHeadModel.from_pretrained(kept[1].path))
+
+    again = trainer(tmp_path, accuracies=iter([]), **options)
+    assert again.train(resume_from_checkpoint=True).global_step == 8
+    assert again.manager.steps() == kept
+    assert same_weights(again.model, best)
+
+
+def test_the_best_step_before_a_kill_is_kept_after_it(tmp_path: Path) -> None:
+    options = {"load_best_model_at_end": True, "save_total_limit": 1, "eval_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, accuracies=iter([0.9, 0.1]), callbacks=[Stop(5)], **options).train()
+    resumed = trainer(tmp_path, accuracies=iter([0.2, 0.3]), **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert [step.number for step in resumed.manager.steps()] == [2, 8]
+    assert same_weights(resumed.model, transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "step-000002"))
+
+
+def test_a_run_of_epochs_that_is_finished_does_nothing(tmp_path: Path) -> None:
+    options = {"max_steps": -1, "num_train_epochs": 1.5, "save_strategy": "epoch"}
+    first = trainer(tmp_path, **options)
+    assert first.train(resume_from_checkpoint=True).global_step == 8
+    steps = first.manager.steps()
+    again = trainer(tmp_path, **options)
+    assert again.train(resume_from_checkpoint=True).global_step == 8
+    assert again.manager.steps() == steps and steps[-1].number == 8
+    assert same_weights(first.model, again.model)
+
+
+def test_a_damaged_step_is_skipped_and_replaced(tmp_path: Path) -> None:
+    whole = trainer(tmp_path)
+    whole.train()
+    weights = tmp_path / "step-000008" / "model.safetensors"
+    weights.write_bytes(bytes([*weights.read_bytes()[:-1], 7]))
+    with pytest.warns(UserWarning, match="step 8 is skipped"):
+        resumed = trainer(tmp_path)
+        resumed.train(resume_from_checkpoint=True)
+    assert same_weights(whole.model, resumed.model)
+    assert tensorkeep.verify(tmp_path / "step-000008").ok
+
+
+def test_a_checkpoint_of_the_plain_trainer_is_resumed(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", transformers.Trainer)
+    whole.train()
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "killed", transformers.Trainer, callbacks=[Stop(5)]).train()
+    resumed = trainer(tmp_path / "killed")
+    resumed.train(resume_from_checkpoint=True)
+    assert same_weights(whole.model, resumed.model)
+    assert [step.number for step in resumed.manager.steps()] == [6, 8]
+
+
+def test_a_step_has_the_tokenizer_and_only_weights_if_asked(tmp_path: Path) -> None:
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=_letters(), unk_token="a", pad_token="b")
+    with tensorkeep.CheckpointManager(tmp_path, keep_last=1) as manager:
+        run = trainer(tmp_path, manager=manager, processing_class=tokenizer, save_only_model=True, max_steps=4)
+        run.train()
+    [step] = manager.steps()
+    assert transformers.AutoTokenizer.from_pretrained(step.path)("ab")["input_ids"] == [0, 1]
+    assert {name.partition(".")[0] for name in tensorkeep.open(step.path)} == {"model"}
+
+
+def _letters() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    found = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate("abcdefghijk")}, unk_token="a"))
+    found.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return found
+
+
+def test_what_has_no_effect_or_no_support_is_named(tmp_path: Path) -> None:
+    with pytest.raises(tensorkeep.UnsupportedError, match="push_to_hub"):
+        trainer(tmp_path, push_to_hub=True, hub_token="none")
+    with pytest.warns(UserWarning, match="save_total_limit has no effect"):
+        trainer(tmp_path, manager=tensorkeep.CheckpointManager(tmp_path), save_total_limit=3)
+    with pytest.raises(tensorkeep.UnsupportedError, match="hyperparameter search"):
+        trainer(tmp_path)._save_checkpoint(None, {"trial": 1})
+
+
+def train_on_a_rank(out: Path, stopped_after: int | None = None) -> list[Any]:
+    from torch import distributed as dist
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setenv("LOCAL_RANK", str(dist.get_rank()))
+        run = trainer(out, callbacks=[] if stopped_after is None else [Stop(stopped_after)], save_total_limit=2)
+        with contextlib.suppress(KeyboardInterrupt):
+            run.train(resume_from_checkpoint=True)
+        return [run.args.world_size, *(parameter.tolist() for parameter in run.model.parameters())]
+
+
+@pytest.mark.exhaustive
+def test_a_killed_run_of_two_ranks_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole = run_ranks(2, train_on_a_rank, tmp_path / "whole")
+    run_ranks(2, train_on_a_rank, tmp_path / "killed", 5)
+    assert run_ranks(2, train_on_a_rank, tmp_path / "killed") == whole
+    assert whole[0][0] == 2
+    steps = [tmp_path / run / "step-000008" for run in ("whole", "killed")]
+    assert tensorkeep.diff(*steps, select=["model.*", "optimizer.*", "rng.*"]).equal
+    tensorkeep.convert(steps[0], tmp_path / "one", to="native")
+    assert sorted(tensorkeep.load(steps[1])["rng"]) == ["0", "1"]
