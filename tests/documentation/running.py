@@ -53,6 +53,7 @@ STAND_INS = {
     " packages/tensorkeep-bench/benchmarks/": f" {ROOT}/packages/tensorkeep-bench/benchmarks/",
     "(2_000_000)": "(1_000_000)",  # values, which a command of the page sorts as text
     '"/nvme/run"': '"nvme/run"',
+    '"/nfs/': '"nfs/',
 }
 """What is too large for a test or needs a network, and what it uses instead."""
 

@@ -25,6 +25,9 @@ SAMPLE = {
 }
 """What everyone reads first: `make test` runs these pages; CI runs all of them when documents or commands change."""
 
+SERVICES = {"s3://bucket": "bucket", "from huggingface_hub": "hub", "import wandb": "trackers"}
+"""A word in the blocks of a page -> the fixture that its blocks use."""
+
 RUN = [page for page in pages() if any(runnable(page))]
 
 
@@ -61,8 +64,9 @@ def run_page(page: Path) -> None:
     ids=name_of,
 )
 def test_the_blocks_of_the_page_run(page: Path, request: pytest.FixtureRequest) -> None:
-    if any("s3://bucket" in block.text for block in runnable(page)):
-        request.getfixturevalue("bucket")
+    for word, service in SERVICES.items():
+        if any(word in block.text for block in runnable(page)):
+            request.getfixturevalue(service)
     for make in PREPARED.get(name_of(page), ()):
         make()
     run_page(page)

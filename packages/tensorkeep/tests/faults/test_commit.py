@@ -192,6 +192,26 @@ def test_without_renameat2_flags_nothing_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "old").read_text() == "old"
 
 
+def test_on_a_file_system_without_exchanges_runs_are_saved_and_folders_are_not_replaced(tmp_path: Path) -> None:
+    """Such as NFS."""
+    network = mock.Mock(renameat2=mock.Mock(return_value=-1))
+    with (
+        mock.patch.object(commit_module, "libc", return_value=network),
+        mock.patch.object(commit_module.ctypes, "get_errno", return_value=errno.EINVAL),
+    ):
+        with tensorkeep.CheckpointManager(tmp_path / "run", keep_last=2, incremental=True) as manager:
+            for step in range(1, 5):
+                manager.save(step, STATE)
+        assert [step.number for step in manager.steps()] == [3, 4]
+        assert same(manager.restore(), STATE)
+        with pytest.raises(tensorkeep.StoreError, match="cannot exchange"):
+            tensorkeep.save(OTHER, tmp_path / "run/step-000004", overwrite=True)
+        assert same(tensorkeep.load(tmp_path / "run"), STATE)
+        for state in (STATE, OTHER):
+            tensorkeep.save(state, tmp_path / "file.safetensors", overwrite=True)
+    assert same(tensorkeep.load(tmp_path / "file.safetensors"), OTHER)
+
+
 # Other writers, and what they leave
 
 

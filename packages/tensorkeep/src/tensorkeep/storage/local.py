@@ -47,7 +47,9 @@ class LocalFile(SourceFile):
             raise NotFoundError("there is no such file", path=path) from error
         except OSError as error:
             if error.errno == errno.ELOOP and not follow_links:
-                raise CorruptCheckpointError("is a symbolic link, which a checkpoint never holds", path=path) from error
+                text = "is a symbolic link, which a checkpoint never holds"
+                remedy = "copy the folder with cp -rL; a download from the Hugging Face hub needs local_dir="
+                raise CorruptCheckpointError(text, path=path, remedy=remedy) from error
             raise store_error(error, path, "open the file") from error
         try:
             self.status = os.fstat(self._fd)
