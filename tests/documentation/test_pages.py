@@ -3,6 +3,7 @@
 import importlib
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ SAMPLE = {
 SERVICES = {"s3://bucket": "bucket", "from huggingface_hub": "hub", "import wandb": "trackers"}
 """A word in the blocks of a page -> the fixture that its blocks use."""
 
+RUN_TWICE = {"README.md", "index.md"}
+"""Files with programs that a reader tries first."""
+
 RUN = [page for page in pages() if any(runnable(page))]
 
 
@@ -35,11 +39,13 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def run_page(page: Path) -> None:
-    """Run the blocks of a page, one after the other, as its reader would."""
+def run_page(page: Path, languages: set[str]) -> None:
+    """Run the blocks of a page in these languages, one after the other, as its reader would."""
     names: dict[str, Any] = {"__name__": "page"}
     try:
         for number, block in enumerate(runnable(page), 3):
+            if block.language not in languages:
+                continue
             if block.language in PYTHON:
                 if block.language == "py":
                     names |= training_loop(step=100 * number)
@@ -69,7 +75,10 @@ def test_the_blocks_of_the_page_run(page: Path, request: pytest.FixtureRequest) 
             request.getfixturevalue(service)
     for make in PREPARED.get(name_of(page), ()):
         make()
-    run_page(page)
+    run_page(page, PYTHON | COMMANDS)
+    # A reader tries a program again in the same folder.
+    if page.name in RUN_TWICE:
+        run_page(page, PYTHON)
 
 
 def test_blocks_that_do_not_run_say_why_and_those_of_commands_have_commands() -> None:
@@ -111,10 +120,31 @@ def test_links_resolve_and_the_start_pages_link_to_every_page_and_explain_every_
     assert set(re.findall(r"^\| `(.+?)` \|", (ROOT / "docs/start.md").read_text(), re.MULTILINE)) == names
 
 
-def test_the_page_of_measurements_and_the_chart_match_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "packages/tensorkeep-bench/benchmarks"))
-    page, chart = map(importlib.import_module, ("page", "chart"))
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports a module of the benchmarks."""
+    monkeypatch.syspath_prepend(str(PACKAGES / "tensorkeep-bench/benchmarks"))
+    return importlib.import_module
+
+
+def test_the_page_of_measurements_and_the_chart_match_the_results(benchmarks: Callable[[str], Any]) -> None:
+    page, chart = map(benchmarks, ("page", "chart"))
     assert (page.PAGE.read_text(), chart.CHART.read_text()) == (page.page(), chart.chart())
+
+
+def test_the_recording_is_drawn_from_its_commands(benchmarks: Callable[[str], Any]) -> None:
+    recording = benchmarks("recording")
+    svg = recording.RECORDING.read_text()
+    lines = recording.shown(svg)
+    assert svg == recording.drawn(lines)
+    assert [line for line in lines if line.startswith("$ ")] == [f"$ {command}" for command in recording.COMMANDS]
+
+
+@pytest.mark.integration
+@pytest.mark.exhaustive
+def test_the_commands_of_the_recording_print_what_it_shows(tmp_path: Path, benchmarks: Callable[[str], Any]) -> None:
+    recording = benchmarks("recording")
+    assert recording.record(tmp_path) == recording.shown(recording.RECORDING.read_text())
 
 
 def test_texts_of_errors_that_are_explained_are_those_of_the_source() -> None:

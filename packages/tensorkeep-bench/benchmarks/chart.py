@@ -30,41 +30,40 @@ text { fill: #e6e9ec } .q { fill: #a3adb7 }
 WIDTH, LEFT, TOP, ROW, WIDEST = 720, 190, 78, 30, 400
 
 
-def measured(arm: str) -> tuple[float, float]:
-    """Return the rate of a durable save of an arm in GB of raw bytes per second, and its gain on the baseline."""
+def measured(arm: str) -> float:
+    """Return the rate of a durable save of an arm, in GB of raw bytes per second."""
     save = read_results(RESULTS).statistics(arm, "save")
     if save.per_byte is None:
         raise SystemExit(f"{RESULTS}: {arm} was not measured")
-    return 1e-9 / save.per_byte, save.gain or 1
+    return 1e-9 / save.per_byte
 
 
 def chart() -> str:
     """Return the chart as SVG."""
     results = read_results(RESULTS)
-    rates = sorted(((*measured(arm), name) for arm, name in ARMS.items()), reverse=True)
+    rates = sorted(((measured(arm), name) for arm, name in ARMS.items()), reverse=True)
     height = TOP + ROW * len(rates) + 44
     title = f"A durable save of {results.subject.bytes / 1e9:.2f} GB of bfloat16 weights, in GB/s"
     processor = results.environment["processor"]
     cores = f"{processor['usable_cores']} cores of {processor['model']}"
-    machine = f"{cores}, a virtual disk; medians of {results.blocks} runs, mean ratios in brackets"
+    machine = f"{cores}, a virtual disk; medians of {results.blocks} runs"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img" '
         'aria-labelledby="t">',
-        f'<title id="t">{title}: {", ".join(f"{name} {value:.2f}" for value, _, name in rates)}</title>',
+        f'<title id="t">{title}: {", ".join(f"{name} {value:.2f}" for value, name in rates)}</title>',
         f"<style>{STYLE}</style>",
         f'<rect class="ground" x="1" y="1" width="{WIDTH - 2}" height="{height - 2}" rx="10"/>',
         f'<text class="h" x="20" y="34">{title}</text>',
-        '<text class="q" x="20" y="56">longer is better; on the disk when the clock stops; in brackets: times as fast '
-        "as torch.save</text>",
+        '<text class="q" x="20" y="56">longer is better; on the disk when the clock stops</text>',
     ]
-    for place, (value, gain, name) in enumerate(rates):
+    for place, (value, name) in enumerate(rates):
         y = TOP + ROW * place
         kind = "own" if name.startswith("Tensorkeep") else "peer"
         width = WIDEST * value / rates[0][0]
         lines += [
             f'<text class="e" x="{LEFT - 12}" y="{y + 16}">{name}</text>',
             f'<rect class="{kind}" x="{LEFT}" y="{y}" width="{width:.0f}" height="22" rx="3"/>',
-            f'<text x="{LEFT + width + 8:.0f}" y="{y + 16}">{value:.2f} ({gain:.1f}x)</text>',
+            f'<text x="{LEFT + width + 8:.0f}" y="{y + 16}">{value:.2f}</text>',
         ]
     return "\n".join([*lines, f'<text class="q" x="20" y="{height - 16}">{machine}</text>', "</svg>", ""])
 
