@@ -47,7 +47,8 @@ FLAGS = {
     "convert": "--allow --endpoint --to --compression --select --overwrite --drop-metadata --force --format "
     f"--shard-bytes {MUCH}",
     "env": "--path",
-    "bench checkpoint": f"--experiment --model --from --slow-model --with-optimizer --keep --arms {SEED} {RUN} {LIMITS}",
+    "bench checkpoint": "--experiment --model --from --slow-model --with-optimizer --keep --arms "
+    f"{SEED} {RUN} {LIMITS}",
     "bench claims": f"--model {RUN}",
     "bench training": "--experiment --recipe --data --steps --equal-time --arms --seed --list --runs --out --resume "
     f"--overwrite {LIMITS}",
