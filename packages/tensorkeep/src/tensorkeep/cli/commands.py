@@ -50,7 +50,7 @@ COMMANDS = {
     "ls": Command("tensorkeep.cli.ls:ls", "List the tensors of a checkpoint."),
     "log": Command("tensorkeep.cli.log:log", "List the steps and segments of a training run, the newest step first."),
     "show": Command(
-        "tensorkeep.cli.show:show", "Write a page about a checkpoint, a run or two checkpoints, and print a summary."
+        "tensorkeep.cli.show:show", "Write a page about a checkpoint, a run, or two of either, and print a summary."
     ),
     "verify": Command("tensorkeep.cli.verify:verify", "Read checkpoints completely and check every checksum."),
     "diff": Command("tensorkeep.cli.diff:diff", "Compare two checkpoints of any format; exit code 1 if they differ."),
