@@ -28,7 +28,16 @@ Role = Literal["baseline", "control", "arm"]
 # `tensorkeep_bench.analysis.samples` has their rules. Earlier versions used "within noise" for "undecided" as well.
 Judged = Literal["helps", "hurts", "about the same", "within noise", "undecided"]
 Verdict = Literal["baseline", "control", Judged, "too few runs", "too small", "wrong result", "not compared", "not run"]
-ClaimVerdict = Literal["reproduced", "not reproduced", "confounded", "not run"]
+ClaimVerdict = Literal[
+    "reproduced",
+    "same direction",
+    "same direction, larger",
+    "same direction, smaller",
+    "confounded",
+    "undecided",
+    "not reproduced",
+    "not run",
+]
 PlaceKind = Literal["arm", "control", "base", "full", "alone", "without", "step", "point", "combination"]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Index = Annotated[int, Meta(ge=0)]
@@ -208,6 +217,7 @@ class ResultsSummary(msgspec.Struct, frozen=True):
     try_first: tuple[Advice, ...] = ()  # in this order
     avoid: tuple[Advice, ...] = ()
     claims: tuple[Claim, ...] = ()
+    key: str = ""  # a sentence if one of several single changes saves much more time than the others
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ import pytest
 from documents import Truth, broken, document, results, summarise, truth
 from tensorkeep.testing.cases import case
 from tensorkeep_bench.analysis import claims as module
+from tensorkeep_bench.analysis import summary
 from tensorkeep_bench.analysis.samples import Samples
 from tensorkeep_bench.experiment import read_experiment
 
@@ -22,11 +23,12 @@ AS_CLAIMED = {
     "tensorstore-raw": truth(134.0, warm=19.3, stored=0.95),
     "tensorstore-gzip": truth(136.4, warm=27.4, stored=0.92),
     "tensorstore-gzip-concurrency-1": truth(136.4, warm=27.4, stored=0.92),
-    "tensorstore-concurrency-1": truth(134.0, warm=19.3),
-    "tensorstore-concurrency-128": truth(92.0, warm=18.4),
-    "tensorstore-chunks": truth(64.0, warm=23.6),
-    "tensorstore-chunks-concurrency-1": truth(64.0, warm=23.6),
-    "tensorstore-chunks-concurrency-128": truth(64.0, warm=23.6),
+    "tensorstore-concurrency-1": truth(134.0, warm=19.3, stored=0.945),
+    "tensorstore-concurrency-128": truth(92.0, warm=18.4, stored=0.945),
+    "tensorstore-chunks": truth(64.0, warm=23.6, stored=0.953),
+    "tensorstore-chunks-concurrency-1": truth(64.0, warm=23.6, stored=0.948),
+    "tensorstore-chunks-concurrency-128": truth(57.0, warm=27.0),
+    "t5x-1mib": truth(59.0, warm=30.4, stored=0.927),
     "tensorstore-keep-dtype": truth(134.0, stored=0.945),
     "tensorstore-no-sync": truth(134.0),
     "t5x": truth(61.8, cold=26.2, warm=26.2, stored=0.95),
@@ -41,11 +43,18 @@ def claims(changed: Mapping[str, Truth] | None = None, arms: Mapping[str, Truth]
 
 def test_figures_as_claimed_reproduce_claims_that_change_one_thing_and_both_ratios_are_shown() -> None:
     found = claims()
-    assert {id: claim["verdict"] for id, claim in found.items()} == {
-        **dict.fromkeys(("1a", "1b", "1c", "1d", "2"), "confounded"),  # several things change at once
-        **dict.fromkeys(("3a", "3b", "4a", "4b", "5a", "5b", "5c", "6"), "reproduced"),
-        "7": "not run",
+    verdicts = {id: claim["verdict"] for id, claim in found.items()}
+    assert {id: verdict for id, verdict in verdicts.items() if "." not in id} == {
+        # Several things change at once.
+        **dict.fromkeys(("1a", "1b", "1c", "1d", "2", "2b", "2c", "6b"), "confounded"),
+        **dict.fromkeys(("3a", "3b", "3c", "3d", "4a", "4b", "4c", "5a", "5b", "5c", "6"), "reproduced"),
+        **dict.fromkeys(("8a", "8b", "8c", "8d", "8e", "8f", "9a"), "reproduced"),
+        "9b": "not reproduced",  # halving is a function: its result needs no run
+        **dict.fromkeys(("7", "7f", "7g", "7h", "7i"), "not run"),
     }
+    # Other figures that were published of the same comparisons.
+    assert verdicts["1a.2"] == "same direction, smaller"
+    assert "(500, 400)" in found["9b"]["ours"]
     claim = found["5b"]
     assert "tensorstore-gzip-concurrency-1 against tensorstore, warm load: 1.4" in claim["ours"]
     assert "tensorstore-gzip against tensorstore-raw, warm load: 1.4" in claim["ours"]
@@ -63,7 +72,7 @@ def test_a_claim_that_only_the_documented_arms_support_is_confounded_and_one_of_
     assert "Blosc-LZ4" in found["5c"]["reason"]
     found = claims({"tensorstore-concurrency-1": truth(92.0, warm=19.3)})
     assert found["4a"]["verdict"] == "confounded"
-    assert "those that isolate the cause show no clear difference" in found["4a"]["reason"]
+    assert "those that isolate the cause show no such difference" in found["4a"]["reason"]
     # The isolating arms alone may reproduce a claim.
     found = claims({"tensorstore": truth(40.0, cold=19.3, warm=19.3, stored=0.945)})
     assert found["4a"]["verdict"] == "reproduced"
@@ -71,23 +80,28 @@ def test_a_claim_that_only_the_documented_arms_support_is_confounded_and_one_of_
 
 
 def test_the_reason_names_how_a_claim_that_is_not_reproduced_differs() -> None:
-    shown = {134.0: "no clear difference", 200.0: "the opposite", 20.0: "more than claimed", 125.0: "less than claimed"}
-    for save, expected in shown.items():
+    shown = {
+        134.0: ("no such difference", "not reproduced"),
+        200.0: ("the opposite", "not reproduced"),
+        20.0: ("more than claimed", "same direction, larger"),
+        125.0: ("less than claimed", "same direction, smaller"),
+    }
+    for save, (expected, verdict) in shown.items():
         claim = claims({"tensorstore-concurrency-128": truth(save, warm=18.4)})["4a"]
         reason = f"the documented arms show {expected}; those that isolate the cause show {expected}"
         with case(expected):
-            assert claim["verdict"] == "not reproduced" and claim["reason"].startswith(reason)
+            assert claim["verdict"] == verdict and claim["reason"].startswith(reason)
 
 
 def test_a_noisy_or_very_wide_interval_reproduces_no_claim() -> None:
     found = claims(noise=0.5, runs=3)
     # Not even a claim of no change, unless the whole interval shows it.
-    assert found["4a"]["verdict"] == found["4b"]["verdict"] == "not reproduced"
-    claim = claims(noise=0.4, runs=3, seed=1)["1a"]
+    assert found["4a"]["verdict"] == found["4b"]["verdict"] == "undecided"
+    claim = claims(noise=0.4, runs=3, seed=4)["1a"]
     assert claim["gain_high"] > 4 * claim["gain_low"]
     assert claim["gain_low"] < 6.66 / 61.8 < claim["gain_high"] < 1
-    assert claim["verdict"] == "not reproduced"
-    assert "an interval too wide to judge" in claim["reason"]
+    assert claim["verdict"] == "same direction"
+    assert "in an interval too wide for the size" in claim["reason"]
 
 
 def test_a_claim_within_six_percent_is_a_claim_of_no_change() -> None:
@@ -95,16 +109,16 @@ def test_a_claim_within_six_percent_is_a_claim_of_no_change() -> None:
         gzip = truth(seconds, warm=27.4, stored=0.92)
         claim = claims(dict.fromkeys(("tensorstore-gzip", "tensorstore-gzip-concurrency-1"), gzip))["5a"]
         assert claim["verdict"] == verdict
-    assert "no change of 25% or more" in claim["reason"]
+    assert "no change of 25%" in claim["reason"]
 
 
 def test_durable_saves_are_compared_with_each_other_and_sizes_that_differ_by_a_header_are_the_same() -> None:
     arms = {"pytorch": truth(20.0, cold=3.32, warm=3.32) | {"returned": 6.66}}
     found = claims({**arms, "tensorstore-keep-dtype": truth(134.0, stored=0.9999)})
-    assert "isolate the cause show no clear difference" in found["6"]["reason"]
+    assert "isolate the cause show no such difference" in found["6"]["reason"]
     claim = found["1a"]
     assert claim["gain"] == pytest.approx(6.66 / 61.8, rel=0.02)
-    assert "durable save: 3.0" in claim["ours"]
+    assert "durable save: 3." in claim["ours"]
     assert claim["verdict"] == "confounded"
     assert "torch.save does not" in claim["reason"]
 
@@ -122,7 +136,7 @@ def test_without_an_arm_or_a_second_block_or_with_other_settings_a_claim_is_not_
     assert (found["2"]["verdict"], found["2"]["reason"]) == ("not run", "the experiment has no tensorstore")
     # One block is not enough.
     found = claims(runs=1)
-    assert {claim["verdict"] for claim in found.values()} == {"not run"}
+    assert {claim["verdict"] for id, claim in found.items() if not id.startswith("9")} == {"not run"}
     assert found["3a"]["reason"] == "one block gives no interval: use --runs 5"
     assert found["3a"]["gain"] == pytest.approx(134 / 64, rel=0.1)
     # Arms that differ in other settings do not isolate a cause.
@@ -147,7 +161,8 @@ def test_the_shipped_experiments_have_the_arms_and_isolate_the_causes() -> None:
 
 
 def test_only_experiments_about_claims_have_claims_in_their_summary() -> None:
-    every = len(module.published_claims().claims) + 1
+    published = module.published_claims()
+    every = sum(len(claim.figures) for claim in published.claims) + len(published.elsewhere) + 2
     few = {name: AS_CLAIMED[name] for name in ("pytorch", "t5x")}
     made = (document(AS_CLAIMED), document(few), document(few, name="claims"))
     assert [len(summarise(each)["claims"]) for each in made] == [every, 0, every]
@@ -176,3 +191,20 @@ def test_claims_about_training_are_judged_where_all_arms_fit() -> None:
     assert "than the 4 GB card had" in found["7a"]["reason"]
     assert "both against plain, peak memory: 0.357 of the bytes" in found["7b"]["ours"]
     assert found["7c"]["reason"] == "it is about gpt2-124m, not chatgot-small-char"
+
+
+def test_a_small_state_has_claims_about_sizes_and_long_times_only() -> None:
+    arms = {**AS_CLAIMED, "pytorch": truth(0.0666, cold=0.0332, warm=0.0332, stored=1.0)}
+    made = results(document(arms, noise=0.01, control=None, name="claims"))
+    made = msgspec.structs.replace(made, summary=summary.summarise(made))
+    small = msgspec.structs.replace(made, subject=msgspec.structs.replace(made.subject, bytes=43_800_000))
+    found = {claim.id: claim for claim in module.check_claims(Samples(small))}
+    assert found["6"].verdict == "reproduced"
+    assert found["3a"].verdict == "reproduced"
+    reason = "pytorch is too short to time with 43.8 MB: 256 MB are enough"
+    assert [(found[id].verdict, found[id].reason) for id in ("1a", "1b", "1c")] == [("not run", reason)] * 3
+
+
+def test_a_rate_that_falls_is_a_fraction_of_the_speed() -> None:
+    found = of_training(0.65, 2.8)
+    assert "both against plain, speed: 0.649 times as fast (95% 0.647 to 0.650)" in found["7a"]["ours"]

@@ -283,6 +283,30 @@ def test_every_warning_has_a_remedy_and_the_written_summary_can_be_read(tmp_path
     assert (found.statistics("small", "save").verdict, len(found.summary.warnings)) == ("undecided", len(warnings))
 
 
+# The change that matters most
+
+
+def sweep(**gains: float) -> dict[str, Any]:
+    """Return the summary of single changes of one writer, with these gains in saving, beside a tool of another kind."""
+    base = {"chunk": "64", "concurrency": 1, "compressor": None}
+    changed = {"chunks": {"chunk": 262144}, "parallel": {"concurrency": 128}, "gzip": {"compressor": "gzip"}}
+    settings = {"base": base, "torch": {}, **{name: {**base, **change} for name, change in changed.items()}}
+    arms = {"base": truth(), "torch": truth(0.01), **{name: truth(1 / gains.get(name, 1.0)) for name in changed}}
+    return summarise(document(arms, noise=0.02, settings=settings))
+
+
+def test_the_kind_of_change_that_gains_clearly_more_than_all_others_is_the_key() -> None:
+    key = sweep(chunks=9.0, parallel=1.2, gzip=0.9)["key"]
+    assert re.fullmatch(
+        r"Chunking is the key: chunks saves \S+ times as fast as base \(95% .*\); "
+        r"alone, concurrency 1.\d+x \(95% .*\) and compression 0.\d+x \(95% .*\)\.",
+        key,
+    )
+    assert sweep(chunks=1.5, parallel=9.0)["key"].startswith("Concurrency is the key: parallel saves ")
+    # Neither gains more than the other, or nothing gains.
+    assert sweep(chunks=2.0, parallel=2.0)["key"] == sweep(chunks=0.5, gzip=0.9)["key"] == ""
+
+
 # Recommendations
 
 

@@ -15,6 +15,8 @@ PRACTICAL = 1.05  # the smallest gain in time, rate or bytes that is worth a ver
 # Bytes of the smallest checkpoint that gets verdicts: opening files dominates the time of smaller ones.
 SMALLEST_STATE = 256_000_000
 
+_SHORTEST = 0.1  # seconds that are not too short for a small state
+
 TOO_SMALL = (
     "a state of {} is too small to time: opening files, caches and the first use of memory dominate, so no tool is "
     "called faster or slower, and none is recommended; 256 MB is enough: --model openllama-3b:scale=0.1 has 700 MB"
@@ -143,6 +145,14 @@ def threshold(measure: Measure) -> float:
 def too_small(results: Results) -> bool:
     nbytes = results.subject.bytes
     return results.experiment.workload == "checkpoint" and nbytes is not None and nbytes < SMALLEST_STATE
+
+
+def too_short(results: Results, arm: str, measure: Measure) -> bool:
+    """Return whether the times of an arm show nothing, because the state is small and they are short."""
+    if measure.unit != "s" or not too_small(results):
+        return False
+    # Writing thousands of files takes seconds even of a small state, and is what some experiments are about.
+    return (results.statistics(arm, measure.name).median or 0.0) < _SHORTEST
 
 
 def noise_of(controls: Sequence[Comparison]) -> Noise | None:

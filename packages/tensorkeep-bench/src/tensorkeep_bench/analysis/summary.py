@@ -8,10 +8,10 @@ from dataclasses import asdict
 
 from msgspec.structs import replace
 
-from tensorkeep.ext import format_bytes
+from tensorkeep.ext import format_bytes, number
 from tensorkeep_bench.analysis.advice import avoid, recommendations, try_first, warnings
 from tensorkeep_bench.analysis.claims import check_claims
-from tensorkeep_bench.analysis.samples import SMALLEST_STATE, Samples, judge, noise_of, threshold, too_small
+from tensorkeep_bench.analysis.samples import SMALLEST_STATE, Samples, judge, noise_of, threshold, too_short, too_small
 from tensorkeep_bench.results import (
     Arm,
     ArmStatistics,
@@ -25,7 +25,7 @@ from tensorkeep_bench.results import (
     Verdict,
 )
 from tensorkeep_bench.statistics import Comparison, compare, describe, detectable_gain, holm
-from tensorkeep_bench.wording import gate_words
+from tensorkeep_bench.wording import capitalised, gain, gate_words, interval_95, listed
 
 Levels = tuple[int, ...]  # a point of a factorial design: the index of the level, factor by factor
 
@@ -62,6 +62,7 @@ def summarise(results: Results) -> ResultsSummary:
         try_first=tuple(try_first(samples)),
         avoid=tuple(avoid(samples)),
         claims=tuple(check_claims(samples)),
+        key=key_change(samples),
     )
 
 
@@ -172,6 +173,53 @@ def _why_not_compared(samples: Samples, measure: Measure) -> str:
     if why_not:
         return f"the baseline {samples.baseline} was not run: {why_not}"
     return f"no block has figures above zero for this arm and for {samples.baseline}"
+
+
+# The change that matters most. The settings of an arm, and the optimisation that they belong to.
+
+_CHANGES = {"chunk": "chunking", "chunking": "chunking", "concurrency": "concurrency", "compressor": "compression"}
+
+
+def key_change(samples: Samples) -> str:
+    """Return a sentence if one kind of single change saves more time than all others, by intervals that do not overlap.
+
+    The changes are those of one arm: the baseline, or the arm that most kinds of change can be compared with.
+    """
+    measure = samples.results.measure("save")
+    # A design has a table that says the same of its changes.
+    if measure is None or samples.experiment.design != "arms":
+        return ""
+    arms = [arm for arm in samples.arms if arm.role != "control"]
+    # The sort is stable, so the baseline comes first among equals.
+    found = [
+        (base, _single_changes(samples, base, measure)) for base in sorted(arms, key=lambda arm: arm.role != "baseline")
+    ]
+    base, kinds = max(found, key=lambda pair: len(pair[1]))
+    if len(kinds) < 2:
+        return ""
+    (kind, (arm, best)), *others = sorted(kinds.items(), key=lambda pair: -pair[1][1].gain)
+    if (best.low or 0.0) <= max([1.0, *(other.high or math.inf for _, (_, other) in others)]):
+        return ""
+    rest = [f"{name} {gain(one.gain)} ({interval_95(one.low, one.high)})" for name, (_, one) in others]
+    saves = f"{arm} saves {number(best.gain)} times as fast as {base.name} ({interval_95(best.low, best.high)})"
+    return f"{capitalised(kind)} is the key: {saves}; alone, {listed(rest)}."
+
+
+def _single_changes(samples: Samples, base: Arm, measure: Measure) -> dict[str, tuple[str, Comparison]]:
+    """Return, by kind of change, the best arm that differs from another one in nothing else."""
+    found: dict[str, tuple[str, Comparison]] = {}
+    for arm in samples.arms:
+        both = arm.settings.keys() | base.settings.keys()
+        keys = [key for key in both if arm.settings.get(key) != base.settings.get(key)]
+        kinds = {_CHANGES.get(key) for key in keys}
+        if len(kinds) != 1 or any(too_short(samples.results, one.name, measure) for one in (arm, base)):
+            continue
+        kind, compared = kinds.pop(), samples.compare(arm.name, base.name, measure)
+        if kind is None or compared is None or compared.low is None:
+            continue
+        if kind not in found or compared.gain > found[kind][1].gain:
+            found[kind] = arm.name, compared
+    return found
 
 
 # The design ``steps``

@@ -125,8 +125,8 @@ def claims(
 ) -> int:
     """Check published claims about checkpoint formats on this machine.
 
-    The same as tensorkeep bench checkpoint --experiment claims. Each claim is reproduced, not reproduced, or
-    confounded: the arms that isolate its cause contradict it.
+    The same as tensorkeep bench checkpoint --experiment claims. Each claim is reproduced, true in direction only,
+    confounded (the arms that isolate its cause contradict it), undecided, or not reproduced.
 
     Parameters
     ----------

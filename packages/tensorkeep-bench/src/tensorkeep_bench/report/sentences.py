@@ -7,7 +7,7 @@ from tensorkeep.ext import counted, format_bytes
 from tensorkeep_bench.analysis.advice import too_noisy
 from tensorkeep_bench.analysis.samples import TOO_SMALL, too_small
 from tensorkeep_bench.report.measures import compared_arms
-from tensorkeep_bench.results import ArmStatistics, Measure, Recommendation, Results, Verdict
+from tensorkeep_bench.results import ArmStatistics, ClaimVerdict, Measure, Recommendation, Results, Verdict
 from tensorkeep_bench.wording import capitalised, difference, gain, interval, listed, verdict_words
 
 # The verdicts that a headline counts in other words.
@@ -29,6 +29,9 @@ def completeness(results: Results) -> str:
 
 def headlines(results: Results) -> list[str]:
     """Return one sentence per primary measure: the best arm that helps, and how many arms have which verdict."""
+    # Claims are judged one by one, and a claim that the state is too small for says so.
+    if results.summary.claims:
+        return [_claims(results)]
     if too_small(results):
         # Verdicts on times are withheld; the bytes of a checkpoint are exact at any size.
         sizes = [one for one in results.primary() if one.unit != "s" and results.baseline]
@@ -107,6 +110,10 @@ _WORDS = {
 
 def verdict_sentence(results: Results) -> str:
     """Return the sentence; it recommends an arm only if `tensorkeep_bench.analysis.advice` does."""
+    return " ".join(filter(None, (results.summary.key, _verdict_sentence(results))))
+
+
+def _verdict_sentence(results: Results) -> str:
     if results.summary.claims:
         return _claims(results)
     baseline, found = results.baseline, results.summary.recommendations
@@ -149,7 +156,15 @@ def _effect(measure: Measure, value: float) -> str:
     return (helps if value > 1 else hurts).format(size)
 
 
+_CLAIM_WORDS = {
+    "same direction": "true in direction",
+    "same direction, larger": "true in direction and larger than claimed",
+    "same direction, smaller": "true in direction and smaller than claimed",
+}
+
+
 def _claims(results: Results) -> str:
     counts = Counter(claim.verdict for claim in results.summary.claims)
-    parts = [f"{count} {'is' if count == 1 else 'are'} {words}" for words, count in counts.items()]
-    return f"Of {counted(len(results.summary.claims), 'published claim')}, {listed(parts)} on this machine."
+    found = [(_CLAIM_WORDS.get(verdict, verdict), counts[verdict]) for verdict in get_args(ClaimVerdict)]
+    parts = [f"{count} {'is' if count == 1 else 'are'} {words}" for words, count in found if count]
+    return f"Of {counted(len(results.summary.claims), 'published claim')}, {listed(parts, len(parts))} on this machine."

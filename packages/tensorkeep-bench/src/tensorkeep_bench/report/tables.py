@@ -303,7 +303,7 @@ def _note(results: Results) -> str:
 
 # Designs and published claims
 
-_CLAIM_TONES = {"reproduced": "good", "not reproduced": "bad", "confounded": "bad", "not run": "faint"}
+_CLAIM_TONES = {"reproduced": "good", "not reproduced": "bad", "confounded": "bad"}
 # Title, headings and note of the tables by kind.
 _TABLES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "steps": (
@@ -367,7 +367,7 @@ def _claim(claim: Claim) -> tuple[TableEntry, ...]:
     measured = claim.ours
     if not measured and claim.gain is not None:
         measured = f"{gain(claim.gain)} (95% {interval(claim.gain_low, claim.gain_high)})"
-    verdict = TableEntry(claim.verdict, tone=_CLAIM_TONES[claim.verdict])
+    verdict = TableEntry(claim.verdict, tone=_CLAIM_TONES.get(claim.verdict, "faint"))
     texts = entries(claim.claim, claim.theirs or NOTHING, measured or NOTHING, claim.reason)
     return TableEntry(claim.id), verdict, *texts
 
