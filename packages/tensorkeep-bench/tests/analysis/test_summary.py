@@ -353,6 +353,10 @@ def test_advice_says_what_to_try_in_order_by_which_call_and_what_to_avoid() -> N
     avoided = {entry["arm"]: entry["text"] for entry in summary["avoid"]}
     assert avoided == {"slow": "slow: worse in durable save (0.333x), and better in nothing"}
     assert summary["try_first"] == []
+    # One block, and intervals that overlap, show nothing.
+    for options in ({"runs": 1}, {"noise": 3.0}):
+        summary = summarise(document({"torch": truth(20.0), "fast": truth()}, **options))
+        assert (summary["try_first"], summary["avoid"]) == ([], [])
 
 
 def test_neither_the_control_nor_arms_without_sync_or_with_wrong_values_are_recommended() -> None:

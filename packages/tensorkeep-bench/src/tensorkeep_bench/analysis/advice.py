@@ -79,7 +79,7 @@ def avoid(samples: Samples) -> Iterator[Advice]:
         hurts = [
             f"{one.label} ({number(_gain(samples, arm, one))}x)" for one, verdict in verdicts if verdict == "hurts"
         ]
-        if arm.role == "control":
+        if arm.role == "control" or not _judged(samples):
             continue
         if slow := slowness(samples, arm):
             yield Advice(arm.name, f"{_called(arm)}: {slow}")
@@ -109,7 +109,8 @@ def slowness(samples: Samples, arm: Arm) -> str:
         others = [other for other in samples.arms if other.role == "baseline" or other in _sound(samples)]
         best = max(others, key=lambda other: _gain(samples, other, measure), default=arm)
         factor = _gain(samples, best, measure) / _gain(samples, arm, measure)
-        high, low = samples.statistics(arm, measure).gain_high, samples.statistics(best, measure).gain_low
+        high = 1.0 if arm.role == "baseline" else samples.statistics(arm, measure).gain_high
+        low = samples.statistics(best, measure).gain_low
         # Where the intervals overlap, the factor may be chance.
         if factor >= _TEN_TIMES and (high is None or high < (low or 1.0)):
             return f"{number(factor)} times slower than {best.name} ({measure.label})"
