@@ -128,7 +128,8 @@ def test_failed_arm_is_not_repeated(status: Status, planned: Results, tmp_path: 
     cells = [cell for cell in results.cells if cell.arm == "two"]
     assert [cell.status for cell in cells] == [status, "not-run", "not-run"]
     assert str(cells[2].reason).startswith("not repeated: in block 1 it ")
-    assert results.complete and results.statistics("two", "save").verdict == "not run"
+    verdict = "wrong result" if status == "gate" else "not run"
+    assert results.complete and results.statistics("two", "save").verdict == verdict
 
 
 def test_a_second_run_is_refused_and_files_of_a_killed_one_are_removed(planned: Results, tmp_path: Path) -> None:
@@ -200,3 +201,23 @@ def test_no_block_begins_that_would_exceed_the_budget(planned: Results, tmp_path
     for budget, blocks in ((1, 1), (79, 1), (80, 2), (130, 3)):
         found = execute(sequential(planned, budget=budget), tmp_path / str(budget), fixed({}))
         assert counted_runs(found) == [blocks] * 4
+
+
+def test_the_time_left_of_an_arm_that_has_not_run_is_that_of_its_kind(tmp_path: Path) -> None:
+    arms = [
+        {"name": name, "slow": name[0] == "b", "settings": {"tool": "dcp", "threads": threads}}
+        for threads, name in enumerate(("a 1", "a 2", "b 1", "b 2"), start=1)
+    ]
+    settings = {"model": "openllama-3b:scale=0.0005:layers=1", "slow_model": "openllama-3b:scale=0.0005:first-2"}
+    plan = read_design({"runs": 2, "control": False, "settings": settings, "arms": arms}, Path("small.json"))
+    progress, took = mock.Mock(), {"a": 10.0, "b": 100.0}
+
+    def run(task: Task, limits: Limits) -> Outcome:
+        return msgspec.structs.replace(measured(task), seconds=took[task.arm[0]])
+
+    results = execute(plan_results(plan, "bench"), tmp_path, run, progress)
+    order = [cell.arm[0] for cell in results.cells]
+    estimates = [call.args[3] for call in progress.mock_calls[::2]]
+    both = next(place for place in range(8) if {*order[:place]} == {"a", "b"})
+    assert estimates[0] is None
+    assert estimates[both:] == [sum(took[kind] for kind in order[place:]) for place in range(both, 8)]
