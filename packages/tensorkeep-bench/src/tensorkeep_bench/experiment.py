@@ -140,6 +140,7 @@ class ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     limits: FileLimits = FileLimits()
     settings: Settings = {}
     figure_names: dict[str, FileStem] = {}
+    known_as: tuple[Text, ...] = ()  # words that an error about an unknown experiment understands
 
     @abstractmethod
     def expand(self) -> Expansion:
@@ -385,7 +386,7 @@ def read_suite(value: object, path: Path) -> ExperimentPlan:
 
 def shipped(workload: str | None = None) -> dict[str, str]:
     """Return the titles of the experiments that ship with Tensorkeep by name, or only those for a workload."""
-    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in _shipped_files()}
+    found = {path.stem: _shipped_file(path) for path in _shipped_files()}
     return {name: each["title"] for name, each in found.items() if workload in (None, each["workload"])}
 
 
@@ -421,12 +422,18 @@ def _find(name_or_path: str | os.PathLike[str]) -> Path:
     path = Path(name)
     if path.suffix == ".json" or os.sep in name or path.is_file():
         return path
-    remedy = f"{did_you_mean(name, found, 'experiments')} (or give the path of a JSON file)"
+    words = {word: each for each, file in found.items() for word in _shipped_file(file).get("known_as", ())}
+    remedy = f"{did_you_mean(name, found, 'experiments', aliases=words)} (or give the path of a JSON file)"
     raise UsageError(f"the experiment {name!r} does not exist", remedy=remedy)
 
 
 def _shipped_files() -> list[Path]:
     return sorted(Path(str(files("tensorkeep_bench") / "experiments")).glob("*.json"))
+
+
+def _shipped_file(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def read_json(path: Path) -> object:

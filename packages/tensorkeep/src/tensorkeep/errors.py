@@ -25,9 +25,11 @@ and a built-in exception as a second base, so that ``except FileNotFoundError`` 
 import errno as codes
 import importlib.util
 import os
+import re
 import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, TypedDict, Unpack
 
 PathLike = str | os.PathLike[str]
@@ -259,12 +261,21 @@ def installation_of(package: str) -> str:
     return f"in a clone of Tensorkeep: pip install {' '.join(repr(path) if '[' in path else path for path in paths)}"
 
 
-def did_you_mean(name: str, known: Collection[str], what: str = "known") -> str:
-    """The remedy for an unknown name: the nearest known name, or ``what`` and all known names."""
+def did_you_mean(
+    name: str, known: Collection[str], what: str = "known", *, aliases: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """The remedy for an unknown name: the nearest known name, or ``what`` and all known names.
+
+    Case and punctuation do not count. ``aliases`` are other words, and the known names that they mean.
+    """
     import difflib  # of no use to a program that makes no mistake
 
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"{what}: {', '.join(known) or 'none'}"
+    def plain(word: str) -> str:
+        return re.sub(r"[\W_]", "", word.lower())
+
+    words = {plain(each): each for each in known} | {plain(word): each for word, each in aliases.items()}
+    near = difflib.get_close_matches(plain(name), words, n=1)
+    return f"did you mean {words[near[0]]!r}?" if near else f"{what}: {', '.join(known) or 'none'}"
 
 
 def warn_caller(message: str | Warning) -> None:
