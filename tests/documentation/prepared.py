@@ -57,10 +57,14 @@ def documents() -> None:
     (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
 
 
-def experiment() -> None:
-    """Write the experiment that the page of the bench shows."""
-    block = next(block for block in blocks(ROOT / "docs/how-to/bench.md") if block.language == "json")
-    Path("mine.json").write_text(block.text)
+def experiment(page: str, name: str) -> Callable[[], None]:
+    """Return a function that writes the experiment that a page shows."""
+
+    def write() -> None:
+        block = next(block for block in blocks(ROOT / page) if block.language == "json")
+        Path(name).write_text(block.text)
+
+    return write
 
 
 def hugging_face_model() -> None:
@@ -114,11 +118,15 @@ def training_loop(step: int) -> dict[str, Any]:
 PREPARED: dict[str, tuple[Callable[[], None], ...]] = {
     "docs/explanation/lossless.md": (texts("my-text.txt"), checkpoints("model.safetensors")),
     "docs/how-to/bench-training.md": (texts("corpus.txt"),),
-    "docs/how-to/bench.md": (checkpoints("runs/step-100"), experiment),
+    "docs/how-to/bench.md": (checkpoints("runs/step-100"), experiment("docs/how-to/bench.md", "mine.json")),
     "docs/how-to/chat.md": (texts("books/"), hugging_face_model),
     "docs/how-to/cloud.md": (run_in_a_store,),
     "docs/how-to/compare.md": (checkpoints("run@10", "run@20", "base.safetensors", "old.pt", "new"),),
     "docs/how-to/convert.md": (checkpoints("run@10", "old.pt"),),
+    "docs/how-to/from-a-comparison.md": (
+        experiment("docs/how-to/from-a-comparison.md", "phase4_config.json"),
+        texts("my-text.txt"),
+    ),
     "docs/how-to/prepare-data.md": (documents,),
     "docs/how-to/show.md": (
         checkpoints("run@10", "run@20", "run@100", "run@200", "other@10", "model.safetensors", "llama-5b"),
