@@ -39,12 +39,15 @@ def test_ls_cuts_nothing_in_a_pipe_and_takes_globs(first: Path, call: Call, run_
     lines = call("ls", first).out.splitlines()
     assert lines[0].split() == ["name", "dtype", "shape", "size", "stored", "codec", "file"]
     names = ["model.wte.weight", "model.lm_head.weight", "model.bias", "optimizer.exp_avg"]
-    assert [line.split()[0] for line in lines[1:]] == names
+    assert [line.split()[0] for line in lines[1:5]] == names
+    assert lines[5:7] == ["", "plain values:"]
+    assert lines[7].split() == ["name", "value"]
     assert not any(line.endswith(" ") or "\x1b" in line for line in lines)
     document = run_json("ls", first, "*.weight", "optimizer.*")
     assert [tensor["name"] for tensor in document["tensors"]] == [*names[:2], names[3]]
     assert document["tensors"][1]["alias_of"] == "model.wte.weight"
     run_json("ls", first, "nothing.*", code=2)
+    assert run_json("ls", first, "optimizer.lr")["values"] == {"optimizer.lr": 3e-4}
 
 
 def test_verify_goes_on_after_damage(first: Path, damaged: Path, tmp_path: Path, call: Call, run_json: RunJson) -> None:
@@ -79,7 +82,7 @@ def test_diff(first: Path, second: Path, tmp_path: Path, call: Call, run_json: R
     document = run_json("diff", first, second, code=1)
     assert (document["equal"], document["added"]) == (False, ["model.extra"])
     norms = {"norm_a": 0.0, "norm_b": 0.5, "norm_difference": 0.5, "dot": 0.0, "relative_l2": None, "cosine": None}
-    counts = {"elements": 7, "different": 1, "largest": 0.5, "share": 1 / 7, "floating": True}
+    counts = {"elements": 7, "different": 1, "largest": 0.5, "share": 1 / 7, "floating": True, "scalar": False}
     assert document["changed"] == [{"name": "model.bias", **counts, **norms}]
     # JSON has no infinity.
     state = tensorkeep.load(first)

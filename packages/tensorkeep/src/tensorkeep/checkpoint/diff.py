@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tensorkeep.checkpoint.info import json_value
 from tensorkeep.checkpoint.options import AllowOption, MemorySize, ProgressOption, drawn, open_settings, thread_count
 from tensorkeep.checkpoint.ranges import contiguous_in, grid, reading_threads, strided_view
 from tensorkeep.errors import PathLike, UsageError
@@ -19,7 +20,7 @@ from tensorkeep.runs.address import checkpoint_path
 from tensorkeep.state import names
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Bytes, LeafKind
-from tensorkeep.state.tree import PlainValue, leaf_paths, plain_values, unflatten
+from tensorkeep.state.tree import PlainValue, leaf_paths, plain_values, value_of
 from tensorkeep.storage import parallel
 from tensorkeep.storage.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.storage.parallel import Meter, Progress
@@ -158,11 +159,14 @@ class TensorDiff:
     ``different`` of its ``elements`` are beyond the tolerance; with no tolerance given, they have other bits. All else
     is computed in float64.
 
-    Together, tensors of floating point and complex numbers are not mixed with integers, such as random states: if there
-    are any, distances and norms are theirs alone, while ``elements`` and ``different`` count every tensor.
+    Together, tensors of floating point and complex numbers are not mixed with integers, such as random states, nor with
+    scalars: if there are any, distances and norms are theirs alone, while ``elements`` and ``different`` count every
+    tensor.
 
     Attributes
     ----------
+    scalar : bool
+        Whether it is a tensor without dimensions, such as a step counter of Adam.
     floating : bool
         Whether distances and norms were computed on floating point or complex numbers, rather than on integers.
     largest : float
@@ -181,6 +185,7 @@ class TensorDiff:
     norm_difference: float = 0.0
     dot: float = 0.0
     floating: bool = True
+    scalar: bool = False
 
     @property
     def share(self) -> float:
@@ -206,9 +211,11 @@ class TensorDiff:
 
 
 def together(name: str, tensors: Iterable[TensorDiff]) -> TensorDiff:
-    """Return how several tensors differ; distances count floating point tensors only, if there are any."""
+    """Return how several tensors differ; distances count those of floating point and several elements, if any."""
     found = list(tensors)
-    measured = [each for each in found if each.floating] or found
+    floating = [each for each in found if each.floating]
+    # A counter would outweigh all weights of a layer.
+    measured = [each for each in floating if not each.scalar] or floating or found
     return TensorDiff(
         name,
         elements=sum(each.elements for each in found),
@@ -219,6 +226,7 @@ def together(name: str, tensors: Iterable[TensorDiff]) -> TensorDiff:
         norm_difference=math.hypot(*(each.norm_difference for each in measured)),
         dot=math.fsum(each.dot for each in measured),
         floating=all(each.floating for each in measured),
+        scalar=all(each.scalar for each in found),
     )
 
 
@@ -339,6 +347,7 @@ class _Comparison:
             norm_difference=math.sqrt(total.difference),
             dot=total.dot,
             floating=any(dtype.kind in ("float", "complex") for dtype in self.dtypes(name)),
+            scalar=not self.left.entries[name].shape,
         )
 
 
@@ -366,9 +375,6 @@ def _reading(reader: Reader, name: str, pool: BufferPool) -> _Reading:
 
 # `tensorkeep.diff`: compare two checkpoints of any formats, tensor by tensor.
 
-# Programs in other languages read larger numbers in JSON as floats.
-_SAFE_INTEGER = 2**53
-
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
@@ -387,7 +393,7 @@ class Mismatch:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the mismatch as plain values; a value that JSON does not have is a text."""
-        return {"name": self.name, "a": _json(self.a), "b": _json(self.b)}
+        return {"name": self.name, "a": json_value(self.a), "b": json_value(self.b)}
 
 
 def _text(value: Any, write: Callable[[Any], str] = str) -> str:
@@ -411,8 +417,8 @@ class DiffReport:
     reshaped, retyped : list of Mismatch
         Tensors of another shape, or of the same shape and another dtype.
     changed, identical : list of TensorDiff, int
-        Tensors with other values, the largest relative L2 difference first and integers last, and how many are the
-        same, within the tolerance.
+        Tensors with other values, the largest relative L2 difference first, scalars and then integers last, and how
+        many are the same, within the tolerance.
     values : list of Mismatch
         Plain values that differ in type or in a bit, as they are in the state (an enum by its name); None if a
         checkpoint does not have it, and ``"None"`` for a None that was saved. For containers or tensors of different
@@ -481,6 +487,25 @@ class DiffReport:
         )
         return ", ".join(f"{count:,} {what}" for count, what in counts if count) or "no tensors"
 
+    def folded(self) -> list[TensorDiff]:
+        """Return the changed tensors, with counters and random states of one part of the state together.
+
+        Scalars fold by the last component of their names (``optimizer.*.step``), tensors of integers if their part of
+        the state has no others (``random.*``).
+        """
+        with_floats = {found.name.partition(".")[0] for found in self.changed if found.floating}
+        folds: dict[str, list[TensorDiff]] = {}
+        for found in self.changed:
+            part, _, rest = found.name.partition(".")
+            name = found.name
+            if found.scalar and part in with_floats:
+                name = f"{part}.*.{rest.rpartition('.')[2]}"
+            elif part not in with_floats:
+                name = f"{part}.*"
+            folds.setdefault(name, []).append(found)
+        every = (each[0] if len(each) == 1 else together(name, each) for name, each in folds.items())
+        return sorted(every, key=most_changed_first)
+
     def by_layer(self, depth: int | None = None) -> list[TensorDiff]:
         """Return how the changed tensors differ together, layer by layer, in the order of ``changed``; see `total`.
 
@@ -490,7 +515,7 @@ class DiffReport:
         layers: dict[str, list[TensorDiff]] = {}
         for found in self.changed:
             layers.setdefault(layer_of(found.name, depth), []).append(found)
-        return sorted((together(name, found) for name, found in layers.items()), key=_most_changed_first)
+        return sorted((together(name, found) for name, found in layers.items()), key=most_changed_first)
 
 
 def diff(
@@ -566,8 +591,8 @@ def diff(
         other_types = {mismatch.name for mismatch in retyped}
         compared = compare(left, right, common, Tolerance(atol, rtol), count, pool, callback)
         found = [each for each in compared if each.name not in other_types]
-        converted = sorted((each for each in compared if each.name in other_types), key=_most_changed_first)
-        changed = sorted((each for each in found if each.different), key=_most_changed_first)
+        converted = sorted((each for each in compared if each.name in other_types), key=most_changed_first)
+        changed = sorted((each for each in found if each.different), key=most_changed_first)
         values, placeholders = _values(left, right) if select is None else ([], [])
         added = [name for name in right.entries if name in chosen and name not in left.entries]
         removed = [name for name in left.entries if name in chosen and name not in right.entries]
@@ -592,8 +617,9 @@ def _named_alike(reader: Reader, other: Reader) -> Reader:
     return RenamedReader(reader, found) if found else reader
 
 
-def _most_changed_first(found: TensorDiff) -> tuple[bool, float, float, str]:
-    return not found.floating, -found.relative_l2, -found.share, found.name
+def most_changed_first(found: TensorDiff) -> tuple[bool, bool, float, float, str]:
+    # Counters, such as the steps of Adam, change more than every weight, and integers have no relative difference.
+    return not found.floating, found.scalar, -found.relative_l2, -found.share, found.name
 
 
 def layer_of(name: str, depth: int | None = None) -> str:
@@ -636,14 +662,4 @@ def _value(found: PlainValue) -> Any:
     """A value as the state has it; a None that was saved as a text, because None stands for no value."""
     if found.node is None:
         return "None"
-    if found.kind != "plain" or not isinstance(found.node, dict):
-        return found.node
-    if "enum" in found.node:
-        name, member = found.node["enum"]
-        return f"{name.replace(':', '.')}.{member}"
-    return unflatten(found.node, {})
-
-
-def _json(value: Any) -> Any:
-    is_number = isinstance(value, int | float) and math.isfinite(value) and abs(value) < _SAFE_INTEGER
-    return value if value is None or isinstance(value, str | list) or is_number else repr(value)
+    return value_of(found.node) if found.kind == "plain" else found.node

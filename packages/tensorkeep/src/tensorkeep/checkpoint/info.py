@@ -1,8 +1,9 @@
 """`tensorkeep.info`: what a checkpoint contains, without reading a tensor; the report and its JSON."""
 
+import math
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -13,7 +14,11 @@ from tensorkeep.errors import PathLike
 from tensorkeep.formats.base import Entry, Reader
 from tensorkeep.formats.finding import open_reader
 from tensorkeep.runs.address import checkpoint_path
-from tensorkeep.state.tree import placeholders
+from tensorkeep.state.tree import placeholders, shown_values
+
+# Programs in other languages read larger numbers in JSON as floats.
+_SAFE_INTEGER = 2**53
+_LONGEST_VALUE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,8 @@ class InfoReport:
         What decodes it on this machine, such as ``"compiled (avx2)"``; None if no tensor is stored as byte planes.
     placeholders : dict of str to str
         What each value is that cannot be read, by name; see `Placeholder`.
+    values : dict of str to object
+        The plain values of the state by name, such as ``step``. A list or tuple of plain values is one list.
 
     Examples
     --------
@@ -70,6 +77,7 @@ class InfoReport:
     details: dict[str, Any]
     coder: str | None = None
     placeholders: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
 
     def largest(self, count: int) -> list[Entry]:
         """Return the largest tensors, largest first."""
@@ -78,9 +86,30 @@ class InfoReport:
     def as_dict(self, *, largest: int = 10) -> dict[str, Any]:
         """Return the report as plain values, as ``--json`` prints it, with the largest tensors instead of all."""
         return {
-            **{key: value for key, value in asdict(self).items() if key != "entries"},
+            **{key: value for key, value in asdict(replace(self, values={})).items() if key != "entries"},
+            "values": {name: json_value(value) for name, value in self.values.items()},
             "largest": [describe(entry) for entry in self.largest(largest)],
         }
+
+
+def json_value(value: Any) -> Any:
+    """Return a plain value for a JSON document: itself, or a text if JSON does not have it."""
+    if isinstance(value, list):
+        return [json_value(each) for each in value]
+    is_number = isinstance(value, int | float) and math.isfinite(value) and abs(value) < _SAFE_INTEGER
+    return value if value is None or isinstance(value, str) or is_number else repr(value)
+
+
+def outermost_first(values: Iterable[str]) -> list[str]:
+    """Order names of values: the step and the settings of a run before the groups of its optimizer."""
+    # Positions in a list do not count. A stable sort keeps the order of the state.
+    return sorted(values, key=lambda name: sum(not part.isdecimal() for part in name.split(".")))
+
+
+def value_text(value: Any) -> str:
+    """Return a plain value on one line of at most 100 characters."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
 
 
 def describe(entry: Entry) -> dict[str, Any]:
@@ -131,6 +160,7 @@ def report_of(path: PathLike, reader: Reader) -> InfoReport:
         details=reader.details,
         coder=coder.describe() if any("planes" in entry.codec.split("+") for entry in entries) else None,
         placeholders={found.name: found.what for found in placeholders(reader.flat.skeleton)},
+        values=dict(shown_values(reader.flat.skeleton)),
     )
 
 

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from tensorkeep.formats.finding import open_reader
 from tensorkeep.runs.address import checkpoint_path
 from tensorkeep.state.leaf import Array, Device, DTypeLike, Leaf, LeafKind, allocate
 from tensorkeep.state.names import nearest
+from tensorkeep.state.tree import shown_values
 from tensorkeep.storage.buffers import DEFAULT_BUDGET, BufferPool
 
 if TYPE_CHECKING:
@@ -64,16 +66,18 @@ def open(
 class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
     """An open checkpoint: a mapping from name to lazy tensor, in the state's order; returned by `tensorkeep.open`.
 
-    It has a ``path``, a ``format``, and ``metadata``, which was given when it was saved.
+    It has a ``path``, a ``format``, and ``metadata``, which was given when it was saved. ``plain_values`` has what the
+    state holds besides tensors.
 
     Examples
     --------
     >>> import tempfile, torch, tensorkeep
     >>> folder = tempfile.TemporaryDirectory()
-    >>> _ = tensorkeep.save({"w": torch.zeros(3, 2), "b": torch.ones(2)}, f"{folder.name}/c", metadata={"lr": 0.1})
+    >>> state = {"w": torch.zeros(3, 2), "b": torch.ones(2), "step": 7}
+    >>> _ = tensorkeep.save(state, f"{folder.name}/c", metadata={"lr": 0.1})
     >>> with tensorkeep.open(f"{folder.name}/c") as checkpoint:
-    ...     list(checkpoint), checkpoint.nbytes, checkpoint.format, checkpoint.metadata
-    (['w', 'b'], 32, 'native', {'lr': 0.1})
+    ...     list(checkpoint), checkpoint.nbytes, checkpoint.format, checkpoint.metadata, checkpoint.plain_values
+    (['w', 'b'], 32, 'native', {'lr': 0.1}, {'step': 7})
     >>> folder.cleanup()
     """
 
@@ -90,6 +94,11 @@ class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
         """Raw bytes of all tensors; shared storage counts once."""
         return sum(leaf.nbytes for leaf in self._reader.flat.leaves.values())
 
+    @cached_property
+    def plain_values(self) -> dict[str, Any]:
+        """The values of the state that are not tensors, by name, such as ``step``; see `InfoReport`."""
+        return dict(shown_values(self._reader.flat.skeleton))
+
     def __getitem__(self, name: str) -> "LazyTensor":
         """Return a lazy tensor; TensorNotFoundError, a KeyError, names the nearest ones if it does not exist.
 
@@ -97,6 +106,9 @@ class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
         """
         if name not in self._reader.entries:
             refuse_placeholders_named(self._reader, [name])
+            if name in self.plain_values:
+                text = f"{name!r} is not a tensor, but a plain value"
+                raise TensorNotFoundError(text, path=self.path, remedy=f"read it with plain_values[{name!r}]")
             raise TensorNotFoundError(f"has no tensor {name!r}", path=self.path, remedy=nearest(list(self), str(name)))
         return LazyTensor(self, name)
 

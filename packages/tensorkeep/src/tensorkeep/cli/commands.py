@@ -47,7 +47,7 @@ COMMANDS = {
     "info": Command(
         "tensorkeep.cli.info:info", "Show what a checkpoint contains, or sum up a training run; no tensor is read."
     ),
-    "ls": Command("tensorkeep.cli.ls:ls", "List the tensors of a checkpoint."),
+    "ls": Command("tensorkeep.cli.ls:ls", "List the tensors and plain values of a checkpoint."),
     "log": Command("tensorkeep.cli.log:log", "List the steps and segments of a training run, the newest step first."),
     "show": Command(
         "tensorkeep.cli.show:show", "Write a page about a checkpoint, a run, or two of either, and print a summary."

@@ -104,7 +104,9 @@ def _print_report(report: DiffReport, view: DiffView) -> None:
 
 def _print_lists(report: DiffReport, view: DiffView) -> None:
     if report.changed:
-        layers = report.by_layer(view.depth) if view.by_layer else report.changed
+        # All of them: not folded either.
+        tensors = report.folded() if view.top else report.changed
+        layers = report.by_layer(view.depth) if view.by_layer else tensors
         _print_diffs("changed layers" if view.by_layer else "changed", layers, view)
     if report.converted:
         # The dtypes stand with the name, because few tensors have them.

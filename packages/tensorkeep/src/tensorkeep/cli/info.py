@@ -10,13 +10,14 @@ from tensorkeep.checkpoint.info import info as read_info
 from tensorkeep.checkpoint.log import log
 from tensorkeep.cli.checkpoints import OPEN, InputFormat, OpenOptions, checkpoint_at
 from tensorkeep.cli.log import print_summary
-from tensorkeep.cli.ls import print_placeholders, tensor_table
+from tensorkeep.cli.ls import print_placeholders, print_values, tensor_table
 from tensorkeep.cli.options import AtLeastZero
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines, ratio
 from tensorkeep.runs.address import steps_of_run
 from tensorkeep.units import counted, format_bytes, format_moment
 
+_MOST_VALUES = 20
 # Further ranks are shown as one row.
 _MOST_RANKS = 16
 # Details that are not printed as phrases of the first line.
@@ -75,6 +76,7 @@ def _print_info(report: InfoReport, largest: int) -> None:
     if largest and report.entries:
         print("\nlargest:")
         tensor_table(report.largest(largest)).show()
+    print_values(report.values, _MOST_VALUES)
     print_placeholders(report.placeholders)
     if report.metadata:
         print("\nmetadata:")

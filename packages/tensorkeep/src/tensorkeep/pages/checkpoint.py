@@ -5,7 +5,16 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from tensorkeep.checkpoint.info import InfoReport, Total, describe, report_of, total_of, totals_by
+from tensorkeep.checkpoint.info import (
+    InfoReport,
+    Total,
+    describe,
+    outermost_first,
+    report_of,
+    total_of,
+    totals_by,
+    value_text,
+)
 from tensorkeep.checkpoint.options import AllowOption, MemorySize, open_settings, thread_count
 from tensorkeep.errors import PathLike
 from tensorkeep.formats.base import Entry
@@ -149,6 +158,7 @@ class CheckpointContents(PageSubject):
                 "those that are not finite, then the largest", sum(entry.stored_bytes for entry in left_out)
             ),
             left_out_table=_modules("Tensors that are not listed, by module", left_out),
+            values=_values(info.values),
             metadata=_facts(info.metadata),
             details=_facts(_details(info.details)),
             files=[(name, format_bytes(size)) for name, size in _files(info.details)],
@@ -273,9 +283,16 @@ def _details(details: dict[str, Any]) -> dict[str, Any]:
 
 def _facts(values: dict[str, Any]) -> list[tuple[str, str]]:
     # Bounded, because metadata of a file may be large or hostile.
-    facts = facts_of(values)
+    return _bounded(facts_of(values))
+
+
+def _bounded(facts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     shown = [(name[:_LONGEST_FACT], text[:_LONGEST_FACT]) for name, text in facts[:_MOST_FACTS]]
     return shown + ([("more", f"{len(facts) - _MOST_FACTS:,} values")] if len(facts) > _MOST_FACTS else [])
+
+
+def _values(values: dict[str, Any]) -> list[tuple[str, str]]:
+    return _bounded([(name, value_text(values[name])) for name in outermost_first(values)])
 
 
 def _files(details: dict[str, Any]) -> Iterator[tuple[str, int]]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tensorkeep.checkpoint.diff import DiffReport, TensorDiff, together
+from tensorkeep.checkpoint.diff import DiffReport, TensorDiff, most_changed_first, together
 from tensorkeep.pages.elements import Bars, ChartBar, ReportTable, TableEntry
 from tensorkeep.pages.page import (
     MOST_MODULES,
@@ -78,10 +78,8 @@ class Difference(PageSubject):
         report = self.report
         layers = report.by_layer()
         types = {each.name: f"{each.a} -> {each.b}" for each in report.retyped}
-        # Integers, such as random states, last: the table has no relative difference for them.
-        differing = sorted(
-            [*report.changed, *report.converted], key=lambda each: (not each.floating, -each.relative_l2)
-        )
+        # Counters and integers, such as random states, last.
+        differing = sorted([*report.changed, *report.converted], key=most_changed_first)
         # The last column is for tensors with two dtypes.
         width = len(_CHANGED) - (not types)
         rows = (_row(each, types.get(each.name))[:width] for each in differing)

@@ -166,6 +166,35 @@ def placeholders(skeleton: object) -> list[Placeholder]:
     return [found for _, child in child_nodes(skeleton) or () for found in placeholders(child)]
 
 
+def shown_values(skeleton: object, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the plain values of a valid skeleton by name, as users see them: a list of plain values is one value."""
+    tag, children = node_tag(skeleton), child_nodes(skeleton)
+    if tag in LEAF_KINDS or tag == "placeholder":
+        return
+    if children is None:
+        yield name, value_of(skeleton)
+    elif tag in ("list", "tuple") and all(_is_plain(child) for _, child in children):
+        yield name, [value_of(child) for _, child in children]
+    else:
+        for key, child in children:
+            text = node_key_text(key)
+            yield from shown_values(child, f"{name}.{text}" if name else text)
+
+
+def _is_plain(node: Any) -> bool:
+    return child_nodes(node) is None and node_tag(node) not in (*LEAF_KINDS, "placeholder")
+
+
+def value_of(node: Any) -> Any:
+    """Return the plain value of a node as the state has it; an enum by its name, because its class may be missing."""
+    if not isinstance(node, dict):
+        return node
+    if "enum" in node:
+        name, member = node["enum"]
+        return f"{name.replace(':', '.')}.{member}"
+    return unflatten(node, {})
+
+
 def plain_values(skeleton: object) -> dict[tuple[str, ...], PlainValue]:
     """Return the value at each path of keys. Keys are in JSON, so that ``1``, ``True`` and ``"1"`` differ."""
     found: dict[tuple[str, ...], PlainValue] = {}
