@@ -38,6 +38,23 @@ def test_dcp_checkpoint_loads_as_nested_state(threads: int, tmp_path: Path) -> N
     assert tensorkeep.verify(tmp_path / "ours").ok
 
 
+class MegatronPlanner(dcp.DefaultSavePlanner):
+    """Keeps the plans of all ranks in the metadata, like the planner of Megatron-Core."""
+
+    def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.metadata.Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.all_local_plans = all_plans
+        return plans, metadata
+
+
+def test_checkpoints_of_megatron_are_read(tmp_path: Path) -> None:
+    state = {"decoder.layers.mlp.weight": torch.randn(3, 4, 5), "decoder.x/shard_0_1": [torch.ones(1), "text"]}
+    dcp.save(state, checkpoint_id=tmp_path / "iter_0000005", planner=MegatronPlanner(False), no_dist=True)
+    assert b"WriteItemType" in (tmp_path / "iter_0000005" / ".metadata").read_bytes()
+    assert difference(state, read(tmp_path / "iter_0000005")) is None
+    assert tensorkeep.verify(tmp_path / "iter_0000005").ok
+
+
 def test_every_layout_and_dtype_and_plain_value_of_dcp_is_read(tmp_path: Path) -> None:
     names = ["float16", "bfloat16", "float8_e4m3fn", "uint16", "uint64", "bool", "complex64", "complex128", "int8"]
     tensors = {name: noise(name, 4, 6) for name in names}

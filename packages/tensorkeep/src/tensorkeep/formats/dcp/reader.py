@@ -52,13 +52,16 @@ _CHUNK_BYTES, _KEY_BYTES = 16, 1
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
 _CLASSES = """
 Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties StorageMeta
 """
 _ENUMS = {(_METADATA, "_MEM_FORMAT_ENCODING"), (_SHARDED, "MEM_FORMAT_ENCODING")}
-# The classes and functions that torch 2.0 and later name in ``.metadata``.
+# The classes and functions that torch 2.0 and later name in ``.metadata``. Megatron-Core adds the plans of its ranks,
+# which nothing here reads.
 ALLOWED = (
     {(_METADATA, name) for name in _CLASSES.split()}
+    | {(_PLANNER, name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")}
     | {(_FILESYSTEM, "_StorageInfo"), (_SHARDED, "TensorProperties")}
     | _ENUMS
     | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
