@@ -295,7 +295,7 @@ class TestDamage:
     def test_containers_that_expand_exponentially_are_refused(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("tensorkeep.formats.torch_file.reader.SHARED_VALUES", 10_000)
+        monkeypatch.setattr("tensorkeep.formats.torch_file.SHARED_VALUES", 10_000)
         expanding: Any = ["x"] * 10
         for _ in range(30):
             expanding = [expanding] * 10

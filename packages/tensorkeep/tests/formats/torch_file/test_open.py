@@ -10,8 +10,9 @@ import torch
 
 import tensorkeep
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, OutOfMemoryError, StoreError
+from tensorkeep.formats import torch_file
 from tensorkeep.formats.base import OpenSettings
-from tensorkeep.formats.torch_file import FORMAT, archive, reader
+from tensorkeep.formats.torch_file import FORMAT, archive
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
 from tensorkeep.testing.format_suite import load, noise
@@ -21,8 +22,8 @@ def test_file_replaced_while_it_is_opened_is_read_unchanged(tmp_path: Path, monk
     path, rival = tmp_path / "x.pt", tmp_path / "rival.pt"
     torch.save({"w": torch.zeros(100)}, path)
     torch.save({"w": torch.ones(100)}, rival)
-    original = reader.load_untrusted
-    monkeypatch.setattr(reader, "load_untrusted", lambda *each: rival.replace(path) and original(*each))
+    original = torch_file.load_untrusted
+    monkeypatch.setattr(torch_file, "load_untrusted", lambda *each: rival.replace(path) and original(*each))
     with FORMAT.open(path, OpenSettings()) as opened:
         assert load(opened)["w"].sum() == 0
     monkeypatch.undo()
