@@ -206,7 +206,8 @@ class ResultsSummary(msgspec.Struct, frozen=True):
 
     arms: dict[str, dict[str, ArmStatistics]] = {}  # arm -> measure
     # Of checkpoints: arm -> save_mean, save_std, load_mean, load_std (seconds; cold loads where there are some),
-    # size_mean, size_std (GiB). The same figures as in `arms`, by the names of isolated-optimisation suites.
+    # size_mean, size_std (GiB). The same figures as in `arms`, by the names of isolated-optimisation suites, and scaled
+    # to the whole state.
     tests: dict[str, dict[str, float | None]] = {}
     noise: dict[str, Noise | None] = {}  # by measure
     steps: tuple[StackStep, ...] = ()

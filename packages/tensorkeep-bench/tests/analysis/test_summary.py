@@ -66,7 +66,12 @@ def test_the_figures_of_a_suite_have_its_names() -> None:
         expected = {
             f"{name}_{kind}": one[kind] / unit for name, (one, unit) in named.items() for kind in ("mean", "std")
         }
-        assert summary["tests"][arm] == expected
+        assert summary["tests"][arm] == pytest.approx(expected)
+    # An arm that saved a tenth of the state has the figures of the whole state.
+    whole = {"subject": {"bytes": 10 * GIB}}
+    tenth = summarise({**document(ARMS, noise=0.0, amounts={"torch": 10 * GIB, "fast": GIB}), **whole})["tests"]
+    assert (tenth["torch"]["save_mean"], tenth["fast"]["save_mean"]) == pytest.approx((10.0, 4.0))
+    assert tenth["fast"]["size_mean"] == pytest.approx(10.0)
     # Without a cold load, the warm one.
     for each in made["cells"]:
         del each["figures"]["load_cold"]

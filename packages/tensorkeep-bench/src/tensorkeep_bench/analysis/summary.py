@@ -27,6 +27,8 @@ from tensorkeep_bench.results import (
 from tensorkeep_bench.statistics import Comparison, compare, describe, detectable_gain, holm
 from tensorkeep_bench.wording import capitalised, gain, gate_words, interval_95, listed
 
+_GIB = 1024.0**3
+
 Levels = tuple[int, ...]  # a point of a factorial design: the index of the level, factor by factor
 
 
@@ -53,7 +55,7 @@ def summarise(results: Results) -> ResultsSummary:
     samples = Samples(replace(results, summary=ResultsSummary(arms=statistics, noise=noise)))
     return replace(
         samples.results.summary,
-        tests=means_of(statistics),
+        tests=means_of(samples),
         steps=tuple(steps_of(samples)),
         effects=tuple(effects_of(samples)),
         interactions=tuple(interactions_of(samples)),
@@ -66,20 +68,22 @@ def summarise(results: Results) -> ResultsSummary:
     )
 
 
-def means_of(statistics: Mapping[str, Mapping[str, ArmStatistics]]) -> dict[str, dict[str, float | None]]:
+def means_of(samples: Samples) -> dict[str, dict[str, float | None]]:
     """Return `ResultsSummary.tests`; it is empty unless checkpoints were saved."""
-    cold = any(found["load_cold"].n for found in statistics.values() if "load_cold" in found)
-    wanted = {"save": ("save", 1.0), "load": ("load_cold" if cold else "load_warm", 1.0), "size": ("stored", 1024.0**3)}
-    return {
-        arm: {
-            f"{name}_{kind}": None if (value := getattr(found[measure], kind)) is None else value / unit
-            for name, (measure, unit) in wanted.items()
-            if measure in found
-            for kind in ("mean", "std")
-        }
-        for arm, found in statistics.items()
-        if "save" in found
-    }
+    measures, whole = {measure.name: measure for measure in samples.measures}, samples.results.subject.bytes
+    if "save" not in measures:
+        return {}
+    loads = [name for name in ("load_cold", "load_warm") if name in measures]
+    load = next((name for name in loads if any(samples.raw(arm.name, measures[name]) for arm in samples.arms)), "")
+    found: dict[str, dict[str, float | None]] = {arm.name: {} for arm in samples.arms}
+    for name, measure, unit in (("save", "save", 1.0), ("load", load, 1.0), ("size", "stored", _GIB)):
+        for arm in samples.arms if measure in measures else ():
+            # Scaled to the whole state: an arm that saved the smaller one would look faster than the others.
+            figures = (samples.per_byte if whole else samples.raw)(arm.name, measures[measure])
+            values = [value * (whole or 1) / unit for value in figures.values()]
+            described = describe(values) if values else None
+            found[arm.name] |= {f"{name}_{kind}": getattr(described, kind, None) for kind in ("mean", "std")}
+    return found
 
 
 def _p_value(found: Comparison | None) -> float | None:
