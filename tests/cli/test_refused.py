@@ -86,6 +86,8 @@ REFUSED = {
         ("training --experiment techniqes", 2, "did you mean 'techniques'?"),
         ("training --recipe gpt2", 2, "there is no recipe 'gpt2'"),
         ("training --steps 5", 2, "steps: 5 is less than 8"),
+        ("training --arms 'flash attention'", 2, "did you mean 'only attention-flash'?"),
+        ("training --arms 8bit", 2, "did you mean 'only low-bit-8'?"),
         ("checkpoint --experiment 6-way", 2, "did you mean 'six-way'?"),
         ("checkpoint --experiment Phase4", 2, "did you mean 'isolated'?"),
         ("training --arms 'only compil'", 2, "did you mean 'only compile'?"),

@@ -12,7 +12,13 @@ from browser import Visitor, opened_browser, without_messages
 from documentation.blocks import ROOT
 
 Visit = Callable[..., Any]
-SEARCHES = {"keep_last": "CheckpointManager", "--keep-best": "prune", "O_DIRECT": "Decisions"}
+SEARCHES = {
+    "keep_last": "CheckpointManager",
+    "--keep-best": "prune",
+    "O_DIRECT": "Decisions",
+    # Words of those who come from a checkpoint comparison or a training roadmap.
+    **dict.fromkeys(("phase4_config", "buffer swapping", "8-bit optimizers", "use_torch_compile"), "roadmap"),
+}
 pytest.importorskip("sphinx", reason="the extra [docs] is not installed")
 # The build takes half a minute; `make docs` does it as well.
 pytestmark = pytest.mark.exhaustive

@@ -62,7 +62,12 @@ class ExperimentPlan(msgspec.Struct, frozen=True):
         """Return the plan with some of its arms and the baseline; UsageError if an arm does not exist."""
         known = [arm.name for arm in self.arms]
         for name in names:
-            _check_known(name, known, f"experiment {self.experiment.name!r} has no arm {name!r}", "its arms")
+            if name not in known:
+                words_of = get_workload(self.experiment.workload).words
+                # Of several arms with a technique, the first one counts.
+                words = {word: arm.name for arm in reversed(self.arms) for word in words_of(arm.settings)}
+                message = f"experiment {self.experiment.name!r} has no arm {name!r}"
+                raise UsageError(message, remedy=did_you_mean(name, known, "its arms", aliases=words))
         kept = tuple(arm for arm in self.arms if arm.name in names or arm.role != "arm")
         if len(kept) == len(self.arms):
             return self

@@ -117,6 +117,10 @@ class Workload(ABC, Generic[SettingsT, ArmT]):
     def use(self, settings: Settings, arm: Settings) -> str:
         """Return the command or the call by which a user does what an arm does."""
 
+    def words(self, arm: Settings) -> Collection[str]:
+        """Return other words for what an arm does, which errors about an unknown arm understand."""
+        return ()
+
     @abstractmethod
     def measure(self, task: Task) -> Outcome:
         """Run one cell, in the process that was started for it."""

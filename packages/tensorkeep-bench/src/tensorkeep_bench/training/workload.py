@@ -164,6 +164,10 @@ class TrainingWorkload(Workload[TrainingSettings, Settings]):
         named = f" --technique {','.join(dict.fromkeys(techniques))}" if techniques else ""
         return " ".join([f"{start} train {settings.get('recipe') or DEFAULT_RECIPE}{data}{named}", *words])
 
+    def words(self, arm: Settings) -> Collection[str]:
+        techniques = {name.split(".")[1] for name in arm if name.startswith(TECHNIQUES)}
+        return [word for name in techniques for word in (name, *TECHNIQUE_CLASSES.get(name).aliases)]
+
     def measure(self, task: Task) -> Outcome:
         given, folder = msgspec.convert(task.input, prepared(TrainingInput)), Path(task.directory)
         before = Outcome()
