@@ -354,7 +354,7 @@ class CheckpointManager:
             Objects with a ``state_dict()`` (modules, optimizers, schedulers, scalers, `tensorkeep.RandomState`) are
             replaced by what it returns.
         metrics : mapping of str to float, optional
-            Stored with the step, for `best` and the rules.
+            Stored with the step, for `best` and the rules. They survive the step, see `tensorkeep.log`.
         overwrite : bool
             Replace a step of that number. A damaged step is always replaced, so that a run that resumed from an
             earlier step can save it again.

@@ -12,11 +12,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Self, SupportsIndex, TypeVar
 
-from tensorkeep.errors import NotACheckpointError, NotFoundError, TensorkeepError, UsageError
-from tensorkeep.formats.native.directory import CheckpointSummary, freed_bytes, summarise
+from tensorkeep.errors import (
+    CorruptCheckpointError,
+    NotACheckpointError,
+    NotFoundError,
+    TensorkeepError,
+    UnsupportedError,
+    UsageError,
+)
+from tensorkeep.formats.native.directory import CheckpointSummary, freed_bytes, step_record, summarise
 from tensorkeep.formats.native.sharded import finish_saves
 from tensorkeep.paths import as_path
-from tensorkeep.runs.pruned import PrunedSteps
+from tensorkeep.runs.pruned import PrunedStep, PrunedSteps
 from tensorkeep.runs.retention import Keep, KeepAll, unwanted
 from tensorkeep.runs.steps import Step, StepListing, UploadStatus, check_is_step, step_numbers, step_of, step_path
 from tensorkeep.storage import exists, names_in
@@ -73,10 +80,6 @@ class StepBackend(ABC):
     def newest_first(self) -> Iterator[tuple[int, Step | TensorkeepError]]:
         """Yield each step number, the last one first, with the step, read only now, or what is wrong with it."""
 
-    @abstractmethod
-    def read(self, number: int) -> Step:
-        """Read the manifest of a step, and check the sizes of its files."""
-
     def read_nearest(self, path: Path, read: Callable[[Path], T]) -> T:
         """Call ``read`` with the path of the nearest undamaged copy of a step."""
         return read(path)
@@ -123,17 +126,23 @@ class StepBackend(ABC):
     # Deleting steps
 
     @abstractmethod
-    def record(self, steps: Iterable[Step]) -> None:
+    def record(self, steps: Iterable[Step | PrunedStep]) -> None:
         """Keep the metrics of steps that will be deleted, and of steps that a full disk had no room for before."""
 
     def _record_paths(self, paths: Sequence[Path], snapshot: "StepBackend | None") -> None:
-        if snapshot is not None:
-            chosen = {path.name for path in paths}
-            self.record([step for step in snapshot.listing().steps if as_path(step.path).name in chosen])
-            return
-        for number in step_numbers(path.name for path in paths):
-            with suppress(TensorkeepError):  # a damaged step has no metrics, and may be deleted
-                self.record([self.read(number)])
+        complete = {step.number: step for step in snapshot.listing().steps} if snapshot else {}
+        found: list[Step | PrunedStep] = []
+        for path in paths:
+            (number,) = step_numbers([path.name])
+            if number in complete:
+                found.append(complete[number])
+                continue
+            # Also of a step that lacks files: its manifest has the metrics.
+            with suppress(CorruptCheckpointError, NotACheckpointError, UnsupportedError):
+                if (record := step_record(path)) is not None:
+                    metrics = {name: float(value) for name, value in record.metrics.items()}
+                    found.append(PrunedStep(number, record.saved_at, metrics))
+        self.record(found)
 
     @abstractmethod
     def remove_all(self, paths: Sequence[Path]) -> dict[Path, TensorkeepError]:
@@ -207,7 +216,7 @@ class SingleTierBackend(StepBackend):
         self.pruned.saved(number)
         super().after_save(number, rule)
 
-    def record(self, steps: Iterable[Step]) -> None:
+    def record(self, steps: Iterable[Step | PrunedStep]) -> None:
         self.pruned.add(steps)
 
     def take_warnings(self) -> list[str]:

@@ -6,7 +6,7 @@ line may both exist after a crash, and the step counts.
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -77,53 +77,49 @@ class PrunedSteps:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._known: dict[int, Mapping[str, float]] | None = None  # metrics in the file, read at the first use
-        self._unwritten: list[_Line] = []
+        self._known: dict[int, dict[str, Any]] | None = None  # metrics in the file, read at the first use
+        self._waiting: list[_Line] = []
         self._error: TensorkeepError | None = None
         # Two threads delete steps: the user's, and the thread that has saved a step.
         self._lock = threading.Lock()
 
-    def add(self, steps: Iterable[Step]) -> None:
+    def add(self, steps: Iterable[Step | PrunedStep]) -> None:
         """Record steps that will be deleted, and steps that could not be recorded before; see `take_warnings`."""
-        self._write(self._lines_of(steps))
+        self._write(_Line(step.number, step.saved_at, checked_metrics(step.metrics)) for step in steps)
 
     def saved(self, number: int) -> None:
         """Record the return to an earlier step, if a later one than the saved step was deleted before."""
-        self._write(self._return_to(number))
+        self._write([_Line(number, clock().time(), returned=True)])
 
     def take_warnings(self) -> list[str]:
         error, self._error = self._error, None
         return [] if error is None else [f"the metrics of deleted steps are not recorded yet: {error}"]
 
-    def _lines_of(self, steps: Iterable[Step]) -> Iterable[_Line]:
-        for step in steps:
-            known = self._read()
-            # A step that cannot be deleted is asked for again and again. One without metrics needs a line only if an
-            # earlier step of its number has one.
-            if repr(known.get(step.number, {})) != repr(metrics := dict(step.metrics)):
-                known[step.number] = metrics
-                yield _Line(step.number, step.saved_at, checked_metrics(metrics))
-
-    def _return_to(self, number: int) -> Iterable[_Line]:
-        known = self._read()
-        if any(other > number for other in known):
-            self._known = {other: metrics for other, metrics in known.items() if other < number}
-            yield _Line(number, clock().time(), returned=True)
-
-    def _read(self) -> dict[int, Any]:
-        if self._known is None:
-            self._known = {number: step.metrics for number, step in read_pruned(self._root).items()}
-        return self._known
-
     def _write(self, lines: Iterable[_Line]) -> None:
         with self._lock:
+            self._waiting += lines
             try:
-                self._unwritten += lines
-                if self._unwritten:
-                    content = b"".join(msgspec.json.encode(line) + b"\n" for line in self._unwritten)
-                    append_lines(self._root / FILE_NAME, content)
-                self._unwritten, self._error = [], None
+                if self._waiting:
+                    self._write_waiting()
+                self._error = None
             # The metrics of old steps are not worth a failed save, or a disk that stays full.
             except TensorkeepError as error:
                 logger.info("cannot record deleted steps of %s: %s", self._root, error)
                 self._error = error
+
+    def _write_waiting(self) -> None:
+        if self._known is None:
+            self._known = {number: checked_metrics(step.metrics) for number, step in read_pruned(self._root).items()}
+        known, needed = dict(self._known), []
+        for line in self._waiting:
+            if line.returned and any(number > line.step for number in known):
+                known = {number: metrics for number, metrics in known.items() if number < line.step}
+                needed.append(line)
+            # A step that cannot be deleted is asked for again and again. One without metrics needs a line only if an
+            # earlier step of its number has one.
+            elif not line.returned and known.get(line.step, {}) != line.metrics:
+                known[line.step] = line.metrics
+                needed.append(line)
+        if needed:
+            append_lines(self._root / FILE_NAME, b"".join(msgspec.json.encode(line) + b"\n" for line in needed))
+        self._known, self._waiting = known, []

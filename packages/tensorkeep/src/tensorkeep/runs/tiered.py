@@ -30,6 +30,7 @@ from tensorkeep.formats.native.directory import summarise
 from tensorkeep.paths import StorePath, absolute, checked_path
 from tensorkeep.runs.backends import LocalBackend, StepBackend, collect_failures
 from tensorkeep.runs.object_store import StoreBackend
+from tensorkeep.runs.pruned import PrunedStep
 from tensorkeep.runs.retention import Keep, unwanted
 from tensorkeep.runs.steps import Step, StepListing, UploadStatus, manifest_digest, step_numbers, step_path
 from tensorkeep.runs.transfer import StoredCopy, Throttle, Transfer, copy_to_store, find_copy
@@ -154,10 +155,6 @@ class TieredBackend(StepBackend):
         found = self.listing()
         steps: dict[int, Step | TensorkeepError] = {step.number: step for step in found.steps}
         yield from sorted((steps | {**found.broken}).items(), key=lambda each: -each[0])
-
-    def read(self, number: int) -> Step:
-        disk = self._disk.path_of(number)
-        return (self._disk if self._disk.exists(disk) else self._store).read(number)
 
     def read_nearest(self, path: Path, read: Callable[[Path], T]) -> T:
         errors: list[TensorkeepError] = []
@@ -292,7 +289,7 @@ class TieredBackend(StepBackend):
 
     # Deleting steps
 
-    def record(self, steps: Iterable[Step]) -> None:
+    def record(self, steps: Iterable[Step | PrunedStep]) -> None:
         found = list(steps)
         self._disk.record(found)
         self._store.record(found)

@@ -127,21 +127,17 @@ def test_a_file_that_is_cut_at_any_byte_keeps_its_whole_lines_and_can_be_continu
     assert losses_of(root) == kept | {9: 9.0}
 
 
+@pytest.mark.parametrize("operation", ["append_lines", "first_bytes"])
 def test_a_full_disk_is_pruned_and_the_metrics_are_recorded_when_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
-    real, failures = pruned.append_lines, [2]
+    def fails(path: Path, argument: Any) -> Any:
+        raise tensorkeep.StoreError("cannot be used: disk full", path=path)
 
-    def append(path: Path, lines: bytes) -> None:
-        if failures[0]:
-            failures[0] -= 1
-            raise tensorkeep.StoreError("cannot write the file: disk full", path=path)
-        real(path, lines)
-
-    monkeypatch.setattr(pruned, "append_lines", append)
+    save(tmp_path, {1: 1.0})
     with CheckpointManager(tmp_path, keep_last=1, asynchronous=False) as manager:
-        manager.save(1, STATE, metrics={"loss": 1.0})
-        with pytest.warns(UserWarning, match="not recorded yet: .*disk full"):
+        with monkeypatch.context() as broken, pytest.warns(UserWarning, match="not recorded yet: .*disk full"):
+            broken.setattr(pruned, operation, fails)
             manager.save(2, STATE, metrics={"loss": 2.0})
         assert ([step.number for step in manager.steps()], losses_of(tmp_path)) == ([2], {})
         manager.save(3, STATE, metrics={"loss": 3.0})
@@ -181,3 +177,12 @@ def test_hostile_lines_are_left_out(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).unlink()
     (tmp_path / FILE_NAME).mkdir()
     assert losses_of(tmp_path) == {}
+
+
+def test_a_damaged_step_leaves_its_metrics_if_its_manifest_can_be_read(tmp_path: Path) -> None:
+    save(tmp_path, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0})
+    for number in (1, 2):
+        (tmp_path / f"step-00000{number}" / "model.safetensors").unlink()
+    (tmp_path / "step-000003" / "manifest.json").write_bytes(b'{"format":"tensorkeep", "damaged')
+    assert main(["prune", str(tmp_path), "--broken", "--yes"]) == 0
+    assert losses_of(tmp_path) == {1: 1.0, 2: 2.0}

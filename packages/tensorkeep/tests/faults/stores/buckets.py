@@ -20,6 +20,7 @@ import pytest
 import tensorkeep
 from store_servers import ACCESS_KEY, ACTIONS, SECRET, Fault, FaultAt, Proxy, environment_of
 from tensorkeep.paths import StorePath
+from tensorkeep.runs import pruned
 from tensorkeep.storage import store_commit, store_requests
 from tensorkeep.storage.store_commit import is_tombstone
 
@@ -71,7 +72,7 @@ class Bucket(NamedTuple):
 
     def leftovers(self) -> list[str]:
         """Return the keys of objects that no manifest of the bucket names, nor that of a deleted step."""
-        names = {key: key.rpartition("/")[2] for key in self.keys()}
+        names = {key: key.rpartition("/")[2] for key in self.keys() if not key.endswith(pruned.FILE_NAME)}
         manifests = [key for key, name in names.items() if name == "manifest.json" or is_tombstone(name)]
         named = b"".join(map(self.content, manifests))
         # The manifest of several ranks names a fragment of each, which names the objects of the rank.

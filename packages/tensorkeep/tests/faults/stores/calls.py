@@ -136,7 +136,10 @@ class NextStep:
 
 
 class ShorterRun(NextStep):
-    """A run of three steps, each of which shares data with the one before it, some of which are deleted."""
+    """A run of three steps, each of which shares data with the one before it, some of which are deleted.
+
+    A deleted step leaves its metrics, unless an error or a warning was raised.
+    """
 
     before = (1, 2, 3)
 
@@ -146,12 +149,23 @@ class ShorterRun(NextStep):
         self.after = after
 
     def prepare(self, url: str) -> None:
+        self._failed = False
         with CheckpointManager(url, incremental=True) as manager:
             for number in self.before:
-                manager.save(number, self.state_of(number)).wait()
+                manager.save(number, self.state_of(number), metrics={"loss": number}).wait()
 
     def run(self, url: str) -> None:
-        self._run(url)
+        try:
+            self._run(url)
+        except Exception:
+            self._failed = True
+            raise
+
+    def check(self, url: str, *, returned: bool) -> str:
+        log = tensorkeep.log(url)
+        gone = {number: {"loss": number} for number in {*self.before} - {step.number for step in log.steps}}
+        assert self._failed or {step.number: step.metrics for step in log.pruned} == gone
+        return super().check(url, returned=returned)
 
 
 def _save_and_retain(url: str) -> None:

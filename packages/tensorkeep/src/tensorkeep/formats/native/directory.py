@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, TensorkeepError, UnsupportedError
 from tensorkeep.formats import checksummed_json
+from tensorkeep.formats.base import StepRecord
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, INDEX_SUFFIX, SUFFIX
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.reader import missing_file, occupied_bytes, wrong_size
@@ -127,6 +128,11 @@ class CheckpointSummary(NamedTuple):
     def own_bytes(self) -> int:
         # Other steps link the files that they share, so one link means that no other step has the file.
         return sum(occupied_bytes(status) for status in self.files if status.st_nlink == 1)
+
+
+def step_record(path: Path) -> StepRecord | None:
+    """Return what a manifest says of its step of a run; None without. Raises as `manifests.read`."""
+    return _read(path, lambda directory: manifests.read_outline(directory, manifests.FILE_NAME).step)
 
 
 def summarise(path: Path) -> CheckpointSummary:
