@@ -100,8 +100,12 @@ class StepBackend(ABC):
     def before_save(self, number: int, *, overwrite: bool) -> None:
         return
 
+    @abstractmethod
     def after_save(self, number: int, rule: Keep) -> None:
-        """Delete the steps that a rule does not keep, once a step is durable; `take_warnings` reports errors."""
+        """Apply the rule, once a step is durable."""
+
+    def apply_rule(self, rule: Keep, number: int) -> None:
+        """Delete the steps that a rule does not keep, but not this one; `take_warnings` reports errors."""
         try:
             # If all steps are kept, a save need not look at them.
             if not isinstance(rule, KeepAll):
@@ -213,8 +217,8 @@ class SingleTierBackend(StepBackend):
         self.pruned = PrunedSteps(root)
 
     def after_save(self, number: int, rule: Keep) -> None:
-        self.pruned.saved(number)
-        super().after_save(number, rule)
+        self.pruned.saved(number, self.numbers)
+        self.apply_rule(rule, number)
 
     def record(self, steps: Iterable[Step | PrunedStep]) -> None:
         self.pruned.add(steps)

@@ -6,7 +6,7 @@ line may both exist after a crash, and the step counts.
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -87,18 +87,28 @@ class PrunedSteps:
         """Record steps that will be deleted, and steps that could not be recorded before; see `take_warnings`."""
         self._write(_Line(step.number, step.saved_at, checked_metrics(step.metrics)) for step in steps)
 
-    def saved(self, number: int) -> None:
-        """Record the return to an earlier step, if a later one than the saved step was deleted before."""
-        self._write([_Line(number, clock().time(), returned=True)])
+    def saved(self, number: int, existing: Callable[[], Iterable[int]]) -> None:
+        """Record the return to an earlier step, if all later ones than the saved step were deleted."""
+        self._write(self._return_to(number, existing))
 
     def take_warnings(self) -> list[str]:
         error, self._error = self._error, None
         return [] if error is None else [f"the metrics of deleted steps are not recorded yet: {error}"]
 
+    def _return_to(self, number: int, existing: Callable[[], Iterable[int]]) -> Iterator[_Line]:
+        # Rules keep the last step. While it exists, an earlier one may have been saved again without a return.
+        if any(other > number for other in self._read()) and all(other <= number for other in existing()):
+            yield _Line(number, clock().time(), returned=True)
+
+    def _read(self) -> dict[int, dict[str, Any]]:
+        if self._known is None:
+            self._known = {number: checked_metrics(step.metrics) for number, step in read_pruned(self._root).items()}
+        return self._known
+
     def _write(self, lines: Iterable[_Line]) -> None:
         with self._lock:
-            self._waiting += lines
             try:
+                self._waiting += lines
                 if self._waiting:
                     self._write_waiting()
                 self._error = None
@@ -108,16 +118,14 @@ class PrunedSteps:
                 self._error = error
 
     def _write_waiting(self) -> None:
-        if self._known is None:
-            self._known = {number: checked_metrics(step.metrics) for number, step in read_pruned(self._root).items()}
-        known, needed = dict(self._known), []
+        known, needed = dict(self._read()), []
         for line in self._waiting:
-            if line.returned and any(number > line.step for number in known):
+            if line.returned:
                 known = {number: metrics for number, metrics in known.items() if number < line.step}
                 needed.append(line)
             # A step that cannot be deleted is asked for again and again. One without metrics needs a line only if an
             # earlier step of its number has one.
-            elif not line.returned and known.get(line.step, {}) != line.metrics:
+            elif known.get(line.step, {}) != line.metrics:
                 known[line.step] = line.metrics
                 needed.append(line)
         if needed:

@@ -202,7 +202,7 @@ class TieredBackend(StepBackend):
             self._uploader.drop_copy(number)
 
     def after_save(self, number: int, rule: Keep) -> None:
-        self._disk.pruned.saved(number)
+        self._disk.pruned.saved(number, self.numbers)
         damaged, overwrite = self._damaged.pop(number, None), self._saving.get(number, False)
         # A damaged copy in the store is replaced, unless another process has replaced it meanwhile.
         overwrite = overwrite or (damaged is not None and damaged == manifest_digest(self._store.path_of(number)))
@@ -247,7 +247,8 @@ class TieredBackend(StepBackend):
     def clean_up(self, uploaded: int) -> None:
         """Delete steps after an upload: from the store by the rule, from the disk what is whole in the store."""
         self._known.add(uploaded)
-        self._store.after_save(uploaded, self._rule)
+        self._store.pruned.saved(uploaded, self.numbers)
+        self._store.apply_rule(self._rule, uploaded)
         try:
             disk = self._disk.listing()
             needless = self._unwanted(self._with_store(disk).steps)

@@ -75,6 +75,14 @@ def test_a_step_that_is_saved_again_replaces_its_record_and_a_return_drops_the_a
     assert losses_of(tmp_path) == {1: 1.0, 2: 20.0}
 
 
+def test_an_earlier_step_that_is_saved_again_beside_later_ones_is_not_a_return(tmp_path: Path) -> None:
+    save(tmp_path, {number: float(number) for number in (1, 2, 3, 4)}, keep_every=4, keep_last=1)
+    with CheckpointManager(tmp_path) as manager, pytest.warns(UserWarning, match="there are later ones"):
+        manager.save(1, STATE, metrics={"loss": 0.5})
+    assert losses_of(tmp_path) == {1: 1.0, 2: 2.0, 3: 3.0}
+    assert tensorkeep.log(tmp_path).curves()["loss"] == [(1, 0.5), (2, 2.0), (3, 3.0), (4, 4.0)]
+
+
 def test_a_step_without_metrics_hides_an_older_record_of_its_number(tmp_path: Path) -> None:
     log = PrunedSteps(tmp_path)
     log.add([a_step(1, loss=1.0)])
@@ -108,7 +116,7 @@ def test_a_file_that_is_cut_at_any_byte_keeps_its_whole_lines_and_can_be_continu
             log.add([a_step(number, loss=float(value))])
             expected[number] = float(value)
         elif what == "return":
-            log.saved(number)
+            log.saved(number, list)
             # The step itself exists now; its record counts again only if the step is deleted.
             if any(other > number for other in expected):
                 expected = {other: loss for other, loss in expected.items() if other < number}
