@@ -6,8 +6,7 @@ import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -165,8 +164,8 @@ def _style(heading: str, cell: str) -> str:
     return _COLOURS[_VERDICTS[verdict]] if verdict in _VERDICTS else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+# Not a dataclass: `tensorkeep --help` imports this file, and importing dataclasses takes 10 ms.
+class Table(NamedTuple):
     """Rows of text under headings.
 
     The first character of a heading is the kind of its column: ``>`` is right-aligned and never shortened, for
