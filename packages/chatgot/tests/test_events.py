@@ -163,6 +163,14 @@ def test_a_range_test_suggests_a_tenth_of_the_rate_with_the_lowest_loss() -> Non
     # A loss that never rose gives no suggestion, and one that is not finite ends the test.
     assert observed(lambda rate: 4 - 2 / (1 + 1e-3 / rate)).suggestion() is None
     assert RangeTest().suggestion() is None
+    # A loss that jumps at the end of a long test has risen, though the average has not followed yet.
+    jumps = observed(lambda rate: 3.0 if rate < 0.98 else 7.0)
+    assert not jumps.over and jumps.smoothed < 3.5
+    assert jumps.suggestion() is not None
+    assert observed(lambda rate: 3.0 if rate < 0.5 else 13.0).over
+    # Not finite from the beginning: there is no rate to suggest, and the test is over.
+    nothing = observed(lambda rate: math.nan)
+    assert (nothing.suggestion(), nothing.over) == (None, True)
     found = observed(lambda rate: 3 - math.log10(rate) / 10 if rate < 0.1 else math.nan)
     assert found.over
     assert found.suggestion() == pytest.approx(0.01, rel=0.05)
@@ -207,14 +215,20 @@ def test_step_lines_are_throttled_and_other_lines_are_not(capsys: pytest.Capture
             shown.on_event(step, "evaluate", {METRIC: 2.0, "best": 1.5})
     shown.on_event(190, "save", SAVED)
     shown.on_event(190, "save", SAVED)
-    shown.on_event(190, "suggestion", {"learning_rate": None})
+    shown.on_event(190, "suggestion", {"learning_rate": None, "diverged": False})
     errors = capsys.readouterr().err.splitlines()
     reported = [line.split()[1] for line in errors if "loss 1.5000" in line]
     assert reported == ["10/2000", "60/2000", "110/2000", "160/2000"]
     assert errors[0] == "step   10/2000  loss 1.5000  2,000 tokens/s  MFU 25%  3.00 MB"
     assert [line.split()[1] for line in errors if "validation" in line] == ["50/2000", "100/2000", "150/2000"]
     assert sum("saved in 500 ms, training waited 10.0 ms; 2.00 MB written" in line for line in errors) == 2
-    assert "no suggestion" in errors[-1]
+    assert "no suggestion: the average loss did not rise" in errors[-1]
+    shown.on_event(190, "suggestion", {"learning_rate": None, "diverged": True})
+    shown = ProgressLines(2000, now=lambda: time)
+    shown.on_event(200, "train", TRAINED | {"mfu": 1.0, "outran_peak": True})
+    diverged, outran = capsys.readouterr().err.splitlines()
+    assert "no suggestion: the loss was not finite" in diverged
+    assert "MFU at most 100%" in outran
 
 
 def test_progress_bar_shows_steps_below_other_events() -> None:
@@ -227,7 +241,7 @@ def test_progress_bar_shows_steps_below_other_events() -> None:
         shown.on_event(520, "evaluate", {METRIC: 2.0, "best": 1.5})
         shown.on_event(520, "sample", {"text": "a [red]fox[/red]\n\x1b[2Jgone"})
         shown.on_event(510, "save", SAVED)
-        shown.on_event(520, "suggestion", {"learning_rate": 0.0031})
+        shown.on_event(520, "suggestion", {"learning_rate": 0.0031, "diverged": True})
     seen = file.getvalue()
     for text in (
         "520/2000",

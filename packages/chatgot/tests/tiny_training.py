@@ -31,7 +31,7 @@ CONFIG = Config(
     {"loop.steps": 12, "loop.batch_size": 3, "loop.device": "cpu", "loop.threads": 1, "schedule.name": "constant"}
     | {"eval.every": 0, "checkpoint.every": 0, "log.every": 1}
 )
-OF_THE_MACHINE = {"tokens_per_second", "mfu", "mfu_of_data_sheet", "peak_memory_bytes", "path"}
+OF_THE_MACHINE = {"tokens_per_second", "mfu", "mfu_of_data_sheet", "outran_peak", "peak_memory_bytes", "path"}
 
 
 class Witness:

@@ -66,6 +66,8 @@ class TrainingSummary:
     seconds: dict[str, float]
     # MFU against the peak in the data sheet of the GPU, if that is known.
     mfu_of_data_sheet: float | None = None
+    # Whether training was faster than the measured peak, which other work had slowed down: MFU is at most ``mfu`` then.
+    outran_peak: bool = False
 
 
 def train(
@@ -183,7 +185,10 @@ class _Loop:
         others: dict[str, Any] = {"peak_memory_bytes": peak_memory(run.device)}
         if run.gradient_norms:
             others["gradient_norms"] = run.gradient_norms
-        self.report("train", result.read() | run.speed.lap() | others)
+        rates = run.speed.lap()
+        if rates and run.speed.outran:
+            others["outran_peak"] = True
+        self.report("train", result.read() | rates | others)
 
     def report_proofs(self) -> None:
         # Techniques add their proofs in order, so the new ones are the last.
@@ -196,7 +201,8 @@ class _Loop:
         steps = self.config.loop.steps - self.config.schedule.start
         test.add(figures["learning_rate"], figures["loss"], steps=steps)
         if self.end_reason():
-            self.report("suggestion", {"learning_rate": test.suggestion(), "lowest_loss": test.lowest})
+            found = {"learning_rate": test.suggestion(), "lowest_loss": test.lowest, "diverged": test.over}
+            self.report("suggestion", found)
 
     def evaluate(self) -> dict[str, float]:
         run, progress = self.run, self.progress
@@ -269,6 +275,7 @@ class _Loop:
             suggested_learning_rate=progress.range_test.suggestion(),
             seconds=dict(run.clock.seconds),
             mfu_of_data_sheet=rates.get("mfu_of_data_sheet"),
+            outran_peak=run.speed.outran,
         )
 
 

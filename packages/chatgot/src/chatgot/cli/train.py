@@ -413,7 +413,8 @@ def _in_words(kind: str, values: dict[str, Any]) -> str:
             if "tokens_per_second" in values:
                 of_data_sheet = values.get("mfu_of_data_sheet")
                 peak = "" if of_data_sheet is None else f" ({of_data_sheet:.0%} of data sheet)"
-                speed = f"  {values['tokens_per_second']:,.0f} tokens/s  MFU {values['mfu']:.0%}{peak}"
+                mfu = _mfu(values["mfu"], outran="outran_peak" in values)
+                speed = f"  {values['tokens_per_second']:,.0f} tokens/s  {mfu}{peak}"
             return f"loss {values['loss']:.4f}{speed}  {format_bytes(values['peak_memory_bytes'])}"
         case "evaluate":
             return f"validation loss {values[METRIC]:.4f} (best {values['best']:.4f})"
@@ -429,15 +430,21 @@ def _in_words(kind: str, values: dict[str, Any]) -> str:
             count = counted(values["steps"], "step")
             return f"profile of {count}: {values['path']} (open it in https://ui.perfetto.dev)"
         case "suggestion":
-            return _suggestion(values["learning_rate"])
+            return _suggestion(values["learning_rate"], diverged=values["diverged"])
         case _:
             # A new kind of event needs a text here.
             raise AssertionError(kind)
 
 
-def _suggestion(rate: float | None) -> str:
+def _mfu(value: float, *, outran: bool) -> str:
+    return f"MFU {'at most ' if outran else ''}{value:.0%}"
+
+
+def _suggestion(rate: float | None, *, diverged: bool) -> str:
+    if rate is None and diverged:
+        return "no suggestion: the loss was not finite from the first step on, so look at the weights and the data"
     if rate is None:
-        return "no suggestion: the loss did not rise, so try a higher learning rate (--optim.lr)"
+        return "no suggestion: the average loss did not rise, so try a higher learning rate (--optim.lr)"
     return f"train with a learning rate of about {rate:.1g} (--optim.lr {rate:.1g})"
 
 
@@ -460,7 +467,7 @@ def print_summary(run: OpenRun, summary: TrainingSummary) -> None:
     if run.progress.skipped:
         rows.append(("skipped updates", str(run.progress.skipped)))
     if run.config.schedule.name == "range":
-        rows.append(("range test", _suggestion(summary.suggested_learning_rate)))
+        rows.append(("range test", _suggestion(summary.suggested_learning_rate, diverged=run.progress.range_test.over)))
     if summary.steps:
         rows += _cost(summary)
         evaluating, total = summary.seconds.get("evaluate", 0.0), sum(summary.seconds.values())
@@ -481,7 +488,12 @@ def _cost(summary: TrainingSummary) -> list[tuple[str, str]]:
     rows = [("time", ", ".join(f"{name} {format_seconds(each)} ({each / total:.0%})" for name, each in spent))]
     rows.append(("peak memory", format_bytes(summary.peak_memory_bytes)))
     if math.isfinite(summary.tokens_per_second):
-        speed = f"{summary.tokens_per_second:,.0f} tokens/s, MFU {summary.mfu:.0%} of measured peak"
+        of_peak = (
+            "; training outran the measured peak, which other work slowed down"
+            if summary.outran_peak
+            else " of measured peak"
+        )
+        speed = f"{summary.tokens_per_second:,.0f} tokens/s, {_mfu(summary.mfu, outran=summary.outran_peak)}{of_peak}"
         if summary.mfu_of_data_sheet is not None:
             speed += f", {summary.mfu_of_data_sheet:.0%} of the data sheet's"
         rows.insert(0, ("speed", speed))

@@ -16,6 +16,8 @@ _SMOOTHED_OVER = 0.05
 _DIVERGED_RATIO = 4.0
 # The lowest loss counts as a minimum once the smoothed loss has risen to this many times it.
 _MINIMUM_RATIO = 1.1
+# A single loss that is so many times the lowest average is no chance of its batch.
+_JUMP_RATIO = 2.0
 _SAFETY = 10.0
 
 
@@ -159,6 +161,7 @@ class RangeTest:
     lowest: float = math.inf
     lowest_rate: float = 0.0
     over: bool = False
+    last: float = 0.0
 
     def add(self, rate: float, loss: float, *, steps: int) -> None:
         """Add the learning rate and the loss of one of the ``steps`` of the test."""
@@ -170,12 +173,15 @@ class RangeTest:
         self.smoothed += (loss - self.smoothed) * max(1 / self.steps, min(1.0, 1 / (_SMOOTHED_OVER * steps)))
         if self.smoothed < self.lowest:
             self.lowest, self.lowest_rate = self.smoothed, rate
-        # Higher rates need not be tried once the loss has diverged.
-        self.over = self.smoothed > _DIVERGED_RATIO * self.lowest
+        self.last = loss
+        # Higher rates need not be tried once the loss has diverged. In a long test, the average follows a loss that
+        # jumps only after many steps.
+        self.over = max(self.smoothed, loss) > _DIVERGED_RATIO * self.lowest
 
     def suggestion(self) -> float | None:
-        """Return the learning rate to train with; None if the loss never rose, so that higher rates must be tried."""
-        if not self.steps or not (self.over or self.smoothed > _MINIMUM_RATIO * self.lowest):
+        """Return the learning rate to train with; None if the loss never rose, or was not finite from the beginning."""
+        rose = self.smoothed > _MINIMUM_RATIO * self.lowest or self.last > _JUMP_RATIO * self.lowest
+        if not self.steps or not (self.over or rose):
             return None
         # A tenth, the rule that fastai calls "minimum": at the minimum, training is about to become unstable, and a run
         # takes many more steps at its peak rate.

@@ -48,6 +48,8 @@ class Speedometer:
 
     def __init__(self, peak: float, data_sheet: float | None = None) -> None:
         self.peak = peak
+        # Whether training was faster than the peak that was measured: other work slowed the measurement down.
+        self.outran = False
         self.data_sheet = data_sheet
         self.tokens = 0
         self.flops = 0
@@ -72,8 +74,9 @@ class Speedometer:
     def _rates(self, tokens: int, flops: int, seconds: float) -> dict[str, float]:
         if not seconds:
             return {}
-        # The peak is at least the rate reached in training; on a busy machine it may be measured too low.
-        self.peak = max(self.peak, flops / seconds)
+        if flops / seconds > self.peak:
+            # The true peak is not known; it is at least the rate reached in training, so that MFU is at most this.
+            self.peak, self.outran = flops / seconds, True
         rates = {"tokens_per_second": tokens / seconds, "mfu": flops / seconds / self.peak}
         # On a known card: the figure that other trainers report.
         if self.data_sheet is not None:

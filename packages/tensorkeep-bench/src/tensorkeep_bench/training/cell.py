@@ -197,8 +197,10 @@ def _outcome(run: OpenRun, recorder: _Recorder, summary: TrainingSummary) -> Out
             SPEED: tokens / seconds,
             # The median, because one step may wait for the disk or another program.
             STEP: statistics.median(step[0] for step in steps),
-            MFU: flops / seconds / max(run.speed.peak, 1.0),
         }
+        # A peak that training outran is not the peak of the machine.
+        if not run.speed.outran:
+            figures[MFU] = flops / seconds / max(run.speed.peak, 1.0)
     # A run that was stopped early has seen fewer tokens than the others.
     if summary.reason == "done":
         figures[LOSS] = summary.loss
