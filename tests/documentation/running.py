@@ -121,3 +121,5 @@ def _check_installation(words: list[str]) -> None:
     assert not installed or "tensorkeep" in installed, words
     if "-c" in words:
         assert (ROOT / words[words.index("-c") + 1]).is_file()
+        # It pins a version. Without the index, that is PyPI's build with CUDA.
+        assert "--extra-index-url" in words, words

@@ -98,7 +98,15 @@ def test_commands_are_made_shorter() -> None:
 @pytest.mark.integration
 def test_a_command_that_fails_fails_the_test(folder: Path) -> None:
     page = folder / "page.md"
-    installations = ("tensorkeep", ".", "./packages/chatgot", "./packages/missing", "'./packages/tensorkeep[unknown]'")
+    pinned = "./packages/tensorkeep -c constraints.txt"
+    installations = (
+        pinned,
+        "tensorkeep",
+        ".",
+        "./packages/chatgot",
+        "./packages/missing",
+        "'./packages/tensorkeep[unknown]'",
+    )
     for text in ("tensorkeep info missing", "false | true", *(f"pip install {each}" for each in installations)):
         page.write_text(f"```console\n$ {text}\n```\n")
         (block,) = runnable(page)
