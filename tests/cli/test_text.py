@@ -18,7 +18,7 @@ from tensorkeep.cli.text import Table, columns, elided, print_lines, print_verdi
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 
-WIDTHS = (50, 80, 140)
+WIDTHS = (50, 80, 150)
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 NAME = "model.layers.{}.self_attention.query_key_value.weight"
 
@@ -88,7 +88,7 @@ def test_tables_of_verdicts_fit_the_terminal(shown: Callable[..., str]) -> None:
         assert [line for line in text.splitlines() if len(line) > width and len(line.split()) > 1] == []
         heading = text.splitlines()[0].split()
         assert heading[:2] == ["arm", "verdict"] and "gain" in heading
-        assert ("runs" in heading) == (width == 140)
+        assert ("runs" in heading) == (width == 150)
 
 
 def words(text: str) -> set[str]:
