@@ -150,6 +150,31 @@ _RECOMMENDED: list[tuple[str, Check]] = [
 ]
 
 
+def is_slower(text: str, words: str, shown: Shown) -> bool:
+    """Return whether a text says that an arm is much slower than another one, which their intervals must show."""
+    match = re.fullmatch(rf"([a-d]){words}{_NUMBER} times slower than ([a-d]) \((.*)\)", text)
+    if match is None:
+        return False
+    slow, best = shown[match[3]][match[1]], shown[match[3]][match[2]]
+    # The baseline has no interval, and a gain of 1.
+    assert (slow.high or 1.0) < (best.low or 1.0) * _ROUNDED, (text, slow, best)
+    return True
+
+
+def check_advice(text: str, shown: Shown) -> None:
+    """Check what to try first, and what to avoid."""
+    arm, _, rest = text.partition(": ")
+    if is_slower(text, ": ", shown):
+        return
+    better, _, worse = rest.partition("; but worse in ")
+    if rest.startswith("worse in "):
+        better, worse = "", rest.removesuffix(", and better in nothing").removeprefix("worse in ")
+        assert "helps" not in {arms[arm].verdict for arms in shown.values()}, text
+    for named, verdict in ((better, "helps"), (worse, "hurts")):
+        expected = {label for label, arms in shown.items() if arms[arm].verdict == verdict}
+        assert {label for label in shown if f"{label} " in named} == expected, (text, verdict)
+
+
 def check_recommendation(found: Results, purpose: str, text: str, shown: Shown) -> None:
     label = {"saving": "durable save", "size": "bytes on disk"}.get(purpose)
     head, _, rest = text.removeprefix("on this machine, ").partition(": ")
@@ -164,10 +189,7 @@ def check_recommendation(found: Results, purpose: str, text: str, shown: Shown) 
     pieces = [first.removesuffix(f", {first.rpartition(', ')[2]}") if first.endswith(" of the bytes") else first]
     for other in others:
         # An arm is left out by another measure than the one that is recommended for.
-        if match := re.fullmatch(rf"([a-d]) is left out: {_NUMBER} times slower than ([a-d]) \((.*)\)", other):
-            slow, best = shown[match[3]][match[1]], shown[match[3]][match[2]]
-            assert (slow.high or 0.0) < (best.low or 1.0) * _ROUNDED, (text, slow, best)
-        else:
+        if not is_slower(other, " is left out: ", shown):
             pieces.append(f"{arm}|{other}")
     for piece in pieces:
         check(piece, _RECOMMENDED, shown[label])
@@ -287,3 +309,5 @@ def check_report(document: dict[str, Any]) -> None:
     check_verdict(verdict, shown)
     for one in found.summary.recommendations:
         check_recommendation(found, one.purpose, one.text, shown)
+    for advice in (*found.summary.try_first, *found.summary.avoid):
+        check_advice(advice.text, shown)

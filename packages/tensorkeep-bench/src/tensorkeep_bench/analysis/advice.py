@@ -111,8 +111,8 @@ def slowness(samples: Samples, arm: Arm) -> str:
         factor = _gain(samples, best, measure) / _gain(samples, arm, measure)
         high = 1.0 if arm.role == "baseline" else samples.statistics(arm, measure).gain_high
         low = samples.statistics(best, measure).gain_low
-        # Where the intervals overlap, the factor may be chance.
-        if factor >= _TEN_TIMES and (high is None or high < (low or 1.0)):
+        # Where the intervals overlap, or one block has none, the factor may be chance.
+        if factor >= _TEN_TIMES and high is not None and high < (low or 1.0):
             return f"{number(factor)} times slower than {best.name} ({measure.label})"
     return ""
 
