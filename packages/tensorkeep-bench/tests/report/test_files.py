@@ -75,6 +75,22 @@ def test_the_report_is_written_beside_the_results(run: Path, capsys: pytest.Capt
         command.remove_report(run)
 
 
+def test_the_command_of_an_arm_follows_its_recommendation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = documents.document({"torch": (6.0, 3.0, 1.0), "fast": (0.7, 0.4, 1.0)}, noise=0.001)
+    for arm in content["arms"]:
+        arm["use"] = f"use {arm['name']}"
+    content["summary"] = documents.summarise(content)
+    command.print_tables(read(content, tmp_path))
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index("Try first, in this order")
+    assert lines[first + 1].startswith("  1. fast: durable save 8.58x")
+    assert lines[first + 2] == "      use fast"
+    saving = next(place for place, line in enumerate(lines) if "saving: fast" in line)
+    assert lines[saving + 1] == "      use fast"
+    page = report_page(read(content, tmp_path), [])
+    assert page.count('<pre tabindex="0">use fast</pre>') == 4
+
+
 def test_a_further_name_of_a_figure_cannot_leave_the_folder(tmp_path: Path) -> None:
     for name in ("../x", "a/b", "a.png", "", ".hidden"):
         content = documents.document(runs=1)

@@ -120,15 +120,15 @@ def print_tables(found: Results) -> None:
     lines = (sentences.completeness(found), *sentences.headlines(found), sentences.verdict_sentence(found))
     _print_section("Verdict", [line for line in dict.fromkeys(lines) if line])
     advice = found.summary
-    recommended = [_with_use(capitalised(one.text), one.use) for one in advice.recommendations]
-    _print_section("Recommended for this machine", recommended)
-    tries = [_with_use(f"{place}. {one.text}", one.use) for place, one in enumerate(advice.try_first, start=1)]
-    _print_section("Try first, in this order", tries)
+    recommended = [(capitalised(one.text), one.use) for one in advice.recommendations]
+    _print_section("Recommended for this machine", _with_uses(recommended))
+    tries = [(f"{place}. {one.text}", one.use) for place, one in enumerate(advice.try_first, start=1)]
+    _print_section("Try first, in this order", _with_uses(tries))
     _print_section("Avoid", [one.text for one in advice.avoid])
 
 
-def _with_use(text: str, use: str) -> str:
-    return f"{text}\n      {use}" if use else text
+def _with_uses(advice: list[tuple[str, str]]) -> list[str]:
+    return [line for text, use in advice for line in (text, f"    {use}") if line.strip()]
 
 
 def _spare(headings: tuple[str, ...]) -> tuple[str, ...]:
