@@ -23,7 +23,7 @@ _TINY = "openllama-3b:scale=0.0005:float16"
 
 SHORTER: tuple[tuple[str, str], ...] = (
     (r" train .*--init-from", _SMALL),
-    (r" train shakespeare", f"{_SMALL} {_MODEL}"),
+    (r" train (shakespeare|chatgot)", f"{_SMALL} {_MODEL}"),
     (r" train gpt2.* --data corpus", f"{_SMALL} {_MODEL} --data.tokenizer byte"),
     (r" train gpt2", f"{_SMALL} {_MODEL}"),
     (r"tensorkeep demo", "--rounds 1 --no-progress"),

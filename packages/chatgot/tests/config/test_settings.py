@@ -154,7 +154,7 @@ def test_flags_come_in_any_order_and_win_over_the_environment_and_that_over_the_
     file.write_text('[train]\nout = "elsewhere"\n[train.optim]\nlr = 1.0\nclip = 2.0\nweight_decay = 3.0\n')
     environment = {"TENSORKEEP_OPTIM_CLIP": "4", "TENSORKEEP_OPTIM_WEIGHT_DECAY": "5"}
     _, words = read_words(["--optim.weight_decay", "6", "--loop.steps=9"])
-    found = BASE.changed(given_settings(words, file=file, environment=environment))
+    found = BASE.changed(given_settings(words, file=file, environment=environment, options=["--out"]))
     assert (found.optim.lr, found.optim.grad_clip, found.optim.weight_decay, found.loop.steps) == (1.0, 4.0, 6.0, 9)
     # Words come in any order.
     expected = ("tiny", {"optim.lr": "3e-4", "loop.steps": "-5"})
@@ -185,7 +185,12 @@ def test_invalid_files_are_refused(tmp_path: Path) -> None:
     suggestion = r"x\.toml: there is no setting 'optim\.rl'\ndid you mean optim\.lr"
     with pytest.raises(UsageError, match="cannot read"):
         given_settings(file=tmp_path / "x.toml", environment={})
-    for text, message in {"[train.optim]\nrl = 1.0\n": suggestion, "[train": "is not TOML"}.items():
+    for text, message in {
+        "[train.optim]\nrl = 1.0\n": suggestion,
+        "[train": "is not TOML",
+        "[train]\nlearning_rate = 1.0\n": r"there is no setting 'learning_rate'\ndid you mean optim\.lr",
+        "[train]\nloop = 1.0\n": "there is no setting 'loop'",
+    }.items():
         (tmp_path / "x.toml").write_text(text)
         with pytest.raises(UsageError, match=message):
             given_settings(file=tmp_path / "x.toml", environment={})

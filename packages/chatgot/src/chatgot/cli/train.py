@@ -247,7 +247,9 @@ def _training(recipe: str | None, words: dict[str, str], start: StartOptions, ou
         initial = read_initial(start.init_from)
         base = base.changed(initial.model_settings(base))
     # By name, so that later steps know which settings the user chose.
-    given = given_settings(words, file=Path(output.config) if output.config else None)
+    given = (
+        given_settings(words, file=Path(output.config), options=_options()) if output.config else given_settings(words)
+    )
     _check_techniques(each.removeprefix(TECHNIQUES).partition(".")[0] for each in given if each.startswith(TECHNIQUES))
     config = base.changed(given)
     if "data.source" in given:

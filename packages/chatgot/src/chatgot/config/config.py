@@ -30,7 +30,7 @@ from chatgot.settings import (
 )
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.ext import Registry
-from tensorkeep.ext.checkpoint import options
+from tensorkeep.ext.checkpoint import options as settings_file
 
 # Prefix of the settings of groups of parameters, such as ``"optim.groups.embeddings.lr_factor"``.
 GROUPS = "optim.groups."
@@ -324,7 +324,7 @@ def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(values)
     for old, new in RENAMED.items():
         section, _, field = old.partition(".")
-        if field in found.get(section, {}):
+        if isinstance(found.get(section), Mapping) and field in found[section]:
             rest = {name: value for name, value in found[section].items() if name != field}
             # Where both names are given, the current one counts.
             found[section] = {new.partition(".")[2]: found[section][field], **rest}
@@ -432,8 +432,12 @@ def given_settings(
     *,
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
+    options: Collection[str] = (),
 ) -> dict[str, object]:
-    """Return the settings that the user gave, by dotted name; of the TOML file, the tables within ``[train]`` count."""
+    """Return the settings that the user gave, by dotted name; of the TOML file, the tables within ``[train]`` count.
+
+    ``options`` of the command, such as ``"--technique"``, may stand beside these tables.
+    """
     known = setting_names()
     variables = dict(os.environ if environment is None else environment)
     for old, new in RENAMED.items():
@@ -444,7 +448,7 @@ def given_settings(
         [name for name in known if "." in name],
         flags=words or {},
         environment=variables,
-        file={} if file is None else _from_file(file, known),
+        file={} if file is None else _from_file(file, known, options),
     )
 
 
@@ -468,10 +472,11 @@ def ignored_variables(environment: Mapping[str, str] | None = None) -> list[str]
     return messages
 
 
-def _from_file(file: Path, known: Collection[str]) -> dict[str, Any]:
-    tables = options.named_tables(file)
-    # A value outside of a table is an option of the command.
-    table = {name: value for name, value in tables.get("train", {}).items() if isinstance(value, dict)}
+def _from_file(file: Path, known: Collection[str], options: Collection[str]) -> dict[str, Any]:
+    tables = settings_file.named_tables(file)
+    table = {
+        name: value for name, value in tables.get("train", {}).items() if f"--{name.replace('_', '-')}" not in options
+    }
     settings = flat(with_current_names(table))
     # The table [save] of the same file holds settings of checkpoints.
     if "save" in tables:

@@ -169,7 +169,9 @@ def from_file(known: Collection[str], app: App, commands: tuple[str, ...], argum
             remedy = f"did you mean [{near[0]}]?" if near and key not in known else f"tables: {', '.join(known)}"
             raise UsageError(f"{key!r} is not a table of options of a command", path=path, remedy=remedy)
     if _TRAIN_TABLE in tables:
-        options = {name: value for name, value in tables[_TRAIN_TABLE].items() if not isinstance(value, dict)}
+        # `tensorkeep train` reports the others, because it knows which settings they may mean.
+        own = {name.lstrip("-") for argument in arguments for name in argument.names}
+        options = {name: value for name, value in tables[_TRAIN_TABLE].items() if name.replace("_", "-") in own}
         tables[_TRAIN_TABLE] = options
     # cyclopts takes the table of the command, and reports unknown keys in it.
     Dict(tables, source=path)(app, commands, arguments)
