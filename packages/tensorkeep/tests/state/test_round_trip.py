@@ -62,7 +62,8 @@ def test_any_range_of_any_layout_reads_and_writes(value: Any, data: st.DataObjec
 
 TAGS = """
     dict items ordered ordered_items counter _metadata tuple namedtuple object enum int float complex bytes
-    bytearray range set frozenset size dtype device tensor parameter ndarray npscalar requires_grad
+    bytearray range set frozenset path datetime date time timedelta slice deque size dtype device tensor parameter
+    ndarray npscalar requires_grad
 """
 
 object_keys = st.sampled_from(TAGS.split()) | st.text(max_size=3)

@@ -1,9 +1,8 @@
 """The containers of a training state, and its objects with a ``state_dict()``; `RandomState`."""
 
-import dataclasses
 import random
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,14 @@ import numpy as np
 from tensorkeep.errors import UnsupportedError
 from tensorkeep.ranks.group import RankCoordinator
 from tensorkeep.state.names import Key, KeyPath
-from tensorkeep.state.skeleton import PerRank, check_depth, is_namedtuple, refuse_per_rank, registered_name
+from tensorkeep.state.skeleton import (
+    PerRank,
+    check_depth,
+    is_namedtuple,
+    make_object,
+    object_fields,
+    refuse_per_rank,
+)
 from tensorkeep.state.stateful import PythonGenerator, Stateful, stateful
 
 
@@ -22,15 +28,12 @@ def items(value: Any) -> list[tuple[Key, Any]] | None:
     kind = type(value)
     if kind in (dict, OrderedDict, Counter):
         return list(value.items())
-    if kind in (list, tuple):
+    if kind in (list, tuple, deque):
         return list(enumerate(value))
     if is_namedtuple(kind):
         return list(zip(kind._fields, value, strict=True))
-    if _is_registered_dataclass(kind):
-        fields = (field.name for field in dataclasses.fields(value))
-        # A field may be deleted or never set.
-        return [(field, getattr(value, field)) for field in fields if hasattr(value, field)]
-    return None
+    fields = object_fields(value)
+    return None if fields is None else [*fields.items()]
 
 
 def with_items(value: Any, found: Mapping[Key, Any]) -> Any:
@@ -41,13 +44,12 @@ def with_items(value: Any, found: Mapping[Key, Any]) -> Any:
         return value
     if type(value) in (list, tuple):
         return type(value)(found.values())
+    if type(value) is deque:
+        return deque(found.values(), value.maxlen)
     if is_namedtuple(type(value)):
         return value._make(found.values())
-    if _is_registered_dataclass(type(value)):
-        made = object.__new__(type(value))
-        for field, item in found.items():
-            object.__setattr__(made, str(field), item)  # also if it is frozen
-        return made
+    if object_fields(value) is not None:
+        return make_object(type(value), {str(field): item for field, item in found.items()})
     made = type(value)(found)
     # torch's `_metadata` is an attribute of the dict.
     if type(value) is OrderedDict:
@@ -60,9 +62,9 @@ def container_kind(value: Any) -> str | None:
     kind = type(value)
     if kind in (dict, OrderedDict, Counter):
         return "dict"
-    if kind in (list, tuple):
+    if kind in (list, tuple, deque):
         return "list"
-    return kind.__name__ if is_namedtuple(kind) or _is_registered_dataclass(kind) else None
+    return kind.__name__ if is_namedtuple(kind) or object_fields(value) is not None else None
 
 
 def paths_to(state: Any, kind: type | tuple[type, ...], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
@@ -93,10 +95,6 @@ def has_value(state: Any, path: KeyPath) -> bool:
 def is_below(path: KeyPath, places: Mapping[KeyPath, Any] | set[KeyPath]) -> bool:
     """Whether some keys lead to, or through, one of some places."""
     return any(path[:length] in places for length in range(len(path) + 1))
-
-
-def _is_registered_dataclass(kind: type) -> bool:
-    return dataclasses.is_dataclass(kind) and registered_name(kind) is not None
 
 
 # Objects

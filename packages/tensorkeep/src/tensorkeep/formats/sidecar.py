@@ -15,7 +15,7 @@ from tensorkeep.formats.decoding import as_a_reader, decoding
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import MOST_DIMENSIONS, Source
 from tensorkeep.state.skeleton import LeafSpec
-from tensorkeep.state.tree import Flat
+from tensorkeep.state.tree import Flat, has_later_nodes
 from tensorkeep.storage import first_bytes, open_directory, parallel, storage_of
 from tensorkeep.storage.base import Directory
 from tensorkeep.storage.direct_io import write_small
@@ -24,6 +24,8 @@ from tensorkeep.version import __version__
 
 FILE_NAME = "tensorkeep.json"
 VERSION = 1
+# The version if the structure has nodes that the first readers do not know.
+_WITH_LATER_NODES = 2
 
 
 _REWRITTEN = "if another tool wrote here since, remove tensorkeep.json; otherwise take another checkpoint or copy"
@@ -107,6 +109,8 @@ def describe_file(path: Path, *, hashed: bool) -> SidecarFile:
 
 def write(directory: Path, sidecar: Sidecar) -> int:
     """Write the file durably; return its size in bytes."""
+    if has_later_nodes(sidecar.structure.skeleton):
+        sidecar = msgspec.structs.replace(sidecar, version=_WITH_LATER_NODES)
     path, content = directory / FILE_NAME, checksummed_json.seal(sidecar)
     # No save may succeed that no load accepts.
     with as_a_reader():
@@ -137,9 +141,10 @@ def read(directory: Directory, format: str, kind: type[SidecarT]) -> SidecarT:
 def _parse(body: dict[str, Any], kind: type[SidecarT], path: Path) -> SidecarT:
     """Return a sidecar that breaks no rule; its files are not checked yet. Raises the errors of `read`."""
     # Before the fields: a later version may have changed any field.
-    if body.get("version") != VERSION:
+    if body.get("version") not in (VERSION, _WITH_LATER_NODES):
+        latest = f"this release reads versions up to {_WITH_LATER_NODES}"
         raise UnsupportedError(
-            f"was written in version {body.get('version')} of its schema, this release reads version {VERSION}",
+            f"was written in version {body.get('version')} of its schema, {latest}",
             path=path,
             remedy="install a later Tensorkeep",
         )

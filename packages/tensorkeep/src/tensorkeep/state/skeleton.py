@@ -5,14 +5,16 @@ A malformed skeleton raises `ValueError` and nothing else; a class that is not r
 
 import base64
 import dataclasses
+import datetime
 import enum
 import math
 import re
 import struct
 import sys
-from collections import Counter, OrderedDict, namedtuple
+from collections import Counter, OrderedDict, deque, namedtuple
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -25,24 +27,34 @@ from tensorkeep.state.names import Key, KeyPath, display
 from tensorkeep.state.sharded import ShardedLeaf
 from tensorkeep.state.stateful import stateful
 
-# The user's dataclasses, enums and named tuples. A file has only the name of a class. Only a class that this process
-# has registered under that name is instantiated, so no file can make the process import or run anything.
+# The user's classes. A file has only the name of a class. Only a class that this process has registered under that name
+# is instantiated, so no file can make the process import or run anything.
 
 Class = TypeVar("Class", bound=type)
 _CLASSES: dict[str, type] = {}
 _NAMES: dict[type, str] = {}
+_CONVERTERS: dict[type, "tuple[Callable[[Any], Any], Callable[[Any], Any]]"] = {}
+# The only field of an object that was saved by a converter.
+_CONVERTED = "state"
 
 
-def register(cls: Class) -> Class:
-    """Allow states to contain instances of a dataclass, an enum or a named tuple; usable as a decorator.
+def register(
+    cls: Class, *, to_state: Callable[[Any], Any] | None = None, from_state: Callable[[Any], Any] | None = None
+) -> Class:
+    """Allow states to contain instances of a class; usable as a decorator.
 
     The class is saved as ``module:qualified name`` and must be registered under the same name in the process that
-    loads. The fields of a dataclass are restored without calling ``__init__`` or ``__post_init__``.
+    loads. Its attributes are saved, the fields of a dataclass, and restored without calling ``__init__`` or any other
+    method of the class.
 
     Parameters
     ----------
     cls : type
-        A dataclass, an enum or a named tuple.
+        A class, an enum or a named tuple.
+    to_state, from_state : callable, optional
+        For a class whose attributes do not hold its contents, such as a subclass of ``dict`` or a class in C: a
+        function that returns an instance's contents as a nested state, and one that makes an instance from such a
+        state, which may come from any file.
 
     Returns
     -------
@@ -52,7 +64,8 @@ def register(cls: Class) -> Class:
     Raises
     ------
     UsageError
-        If it is another kind of class, or an abstract dataclass.
+        If instances of the class cannot be made without its own code, as of an abstract class or of a subclass of
+        ``dict``, and there are no functions; or if one function is given without the other.
 
     Examples
     --------
@@ -61,19 +74,21 @@ def register(cls: Class) -> Class:
     ... class Schedule:
     ...     warmup: int
     ...     peak: float
+    >>> from fractions import Fraction
+    >>> register(Fraction, to_state=str, from_state=Fraction)
+    <class 'fractions.Fraction'>
     """
-    if not isinstance(cls, type) or not (
-        dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum) or is_namedtuple(cls)
-    ):
-        remedy = "register a dataclass, an enum or a named tuple; save the state_dict() of other objects"
-        raise UsageError(f"{cls!r} cannot be registered", remedy=remedy)
-    if dataclasses.is_dataclass(cls):
-        # An abstract class: no instance could be made on load, which calls `object.__new__`.
-        try:
-            object.__new__(cls)
-        except TypeError as error:
-            text = f"{cls.__name__} cannot be registered: {error}"
-            raise UsageError(text, remedy="register a concrete dataclass") from None
+    if not isinstance(cls, type):
+        raise UsageError(f"{cls!r} cannot be registered: it is not a class", remedy="give the class: type(x)")
+    if (to_state is None) != (from_state is None):
+        raise UsageError("`to_state` and `from_state` belong together", remedy="give both, or neither")
+    if to_state is not None and from_state is not None:
+        _CONVERTERS[cls] = to_state, from_state
+    elif not (issubclass(cls, enum.Enum) or is_namedtuple(cls)):
+        _CONVERTERS.pop(cls, None)
+        if refusal := _attributes_refused(cls):
+            remedy = "register a concrete class, or give the functions `to_state` and `from_state`"
+            raise UsageError(f"{cls.__name__} cannot be registered: {refusal}", remedy=remedy)
     # A module that is reloaded, or a notebook cell that is run again, replaces its class.
     name = f"{cls.__module__}:{cls.__qualname__}"
     _CLASSES[name] = cls
@@ -88,6 +103,59 @@ def is_namedtuple(cls: type) -> bool:
 
 def registered_name(cls: type) -> str | None:
     return _NAMES.get(cls)
+
+
+def _attributes_refused(cls: type) -> str | None:
+    """Why the attributes of an instance do not hold all of its contents; None if they do."""
+    # `object.__new__` refuses abstract classes, and subclasses of builtin types and of types in C.
+    try:
+        instance: Any = object.__new__(cls)
+    except TypeError as error:
+        return str(error)
+    return None if hasattr(instance, "__dict__") or _slots(cls) else "it has no attributes"
+
+
+def object_fields(value: Any) -> dict[str, Any] | None:
+    """The contents of an instance of a registered class, by attribute; None for enums, named tuples, other values."""
+    cls = type(value)
+    if cls not in _NAMES or is_namedtuple(cls) or issubclass(cls, enum.Enum):
+        return None
+    if cls in _CONVERTERS:
+        return {_CONVERTED: _CONVERTERS[cls][0](value)}
+    is_dataclass = dataclasses.is_dataclass(cls)
+    names = [field.name for field in dataclasses.fields(cls)] if is_dataclass else _slots(cls)
+    # An attribute may be deleted, or never set.
+    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return found if is_dataclass else {**found, **getattr(value, "__dict__", {})}
+
+
+def make_object(cls: type, fields: Mapping[str, Any]) -> Any:
+    """An instance of a registered class with some contents; UnsupportedError if they do not fit the class."""
+    if cls in _CONVERTERS:
+        if [*fields] != [_CONVERTED]:
+            raise UnsupportedError(f"{_NAMES[cls]} was saved without `to_state`", remedy=_AS_SAVED)
+        return _CONVERTERS[cls][1](fields[_CONVERTED])
+    instance: Any = object.__new__(cls)
+    slots = _slots(cls)
+    for field, value in fields.items():
+        # Not by `setattr`: no file may make the process run a property of the class.
+        if field in slots:
+            object.__setattr__(instance, field, value)
+        elif hasattr(instance, "__dict__"):
+            vars(instance)[field] = value
+        else:
+            raise UnsupportedError(f"{_NAMES[cls]} has no attribute {field}", remedy=_AS_SAVED)
+    return instance
+
+
+def _slots(cls: type) -> list[str]:
+    found: list[str] = []
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+    return [name for name in dict.fromkeys(found) if name not in ("__dict__", "__weakref__")]
 
 
 def registered_class(name: str) -> type[Any]:
@@ -229,6 +297,7 @@ def brief(node: object) -> str:
 # Skeleton -> state.
 
 T = TypeVar("T")
+Moment = TypeVar("Moment", datetime.datetime, datetime.date, datetime.time)
 # The deepest nesting of containers, both when saving and when loading.
 MAX_DEPTH = 128
 _AS_SAVED = "register the class as it was when the state was saved"
@@ -309,6 +378,13 @@ class SkeletonReader:
             result[key] = self.decode(child, depth + 1)
         return result
 
+    def _deque(self, body: object, depth: int) -> deque[Any]:
+        length, items = _pair(body)
+        values = self.decode(_expect(list, items), depth)
+        if length is not None and not len(values) <= decode_int(length) <= sys.maxsize:
+            raise ValueError(f"a deque of the length {brief(length)} has {len(values)} items")
+        return deque(values, length)
+
     def _namedtuple(self, body: object, depth: int) -> Any:
         name, fields = _pair(body)
         values = self._dict(fields, depth)
@@ -322,22 +398,15 @@ class SkeletonReader:
         if self._values is None:
             return None
         cls = registered_class(name)
-        if is_namedtuple(cls):
-            names = cls._fields
-        elif dataclasses.is_dataclass(cls):
+        if issubclass(cls, enum.Enum):
+            raise UnsupportedError(f"{name} is an enum here, and was not one", remedy=_AS_SAVED)
+        names = cls._fields if is_namedtuple(cls) else None
+        if dataclasses.is_dataclass(cls) and cls not in _CONVERTERS:
             names = tuple(field.name for field in dataclasses.fields(cls))
-        else:
-            raise UnsupportedError(f"{name} is no longer a dataclass or a named tuple", remedy=_AS_SAVED)
-        if set(values) != set(names):
+        if names is not None and set(values) != set(names):
             text = f"{name} has the fields {', '.join(names)}, but was saved with {', '.join(values)}"
             raise UnsupportedError(text, remedy=_AS_SAVED)
-        if is_namedtuple(cls):
-            return cls._make(values[field] for field in names)
-        # Without calling `__init__` or `__post_init__`: no file may make the process run anything.
-        instance = object.__new__(cls)
-        for field, value in values.items():
-            object.__setattr__(instance, field, value)  # Also of frozen dataclasses.
-        return instance
+        return cls._make(values[field] for field in cls._fields) if is_namedtuple(cls) else make_object(cls, values)
 
     def _enum(self, body: object, depth: int) -> Any:
         name, member = _pair(body)
@@ -442,6 +511,27 @@ def _device(body: object) -> Any:
         raise ValueError(f"{brief(body)} is not a torch device") from None
 
 
+def _moment(cls: type[Moment], body: object) -> Moment:
+    text = check_text(body)
+    found = cls.fromisoformat(text)
+    # Python accepts other forms, too; a writer has one form of each value.
+    if found.isoformat() != text:
+        raise ValueError(f"{brief(body)} is not a {cls.__name__}")
+    return found
+
+
+def _timedelta(body: object) -> datetime.timedelta:
+    days, seconds, microseconds = map(decode_int, _exactly(3, body))
+    try:
+        return datetime.timedelta(days, seconds, microseconds)
+    except OverflowError:
+        raise ValueError(f"{days} days are too long") from None
+
+
+def _slice(body: object) -> slice:
+    return slice(*(None if node is None else decode_int(node) for node in _exactly(3, body)))
+
+
 _DECODERS: dict[str, Callable[[SkeletonReader, Any, int], Any]] = {
     "int": lambda reader, body, depth: decode_long_int(body),
     "float": lambda reader, body, depth: decode_float(body),
@@ -454,6 +544,13 @@ _DECODERS: dict[str, Callable[[SkeletonReader, Any, int], Any]] = {
     "size": lambda reader, body, depth: _size(body),
     "dtype": lambda reader, body, depth: _dtype(body),
     "device": lambda reader, body, depth: _device(body),
+    "path": lambda reader, body, depth: Path(check_text(body)),
+    "datetime": lambda reader, body, depth: _moment(datetime.datetime, body),
+    "date": lambda reader, body, depth: _moment(datetime.date, body),
+    "time": lambda reader, body, depth: _moment(datetime.time, body),
+    "timedelta": lambda reader, body, depth: _timedelta(body),
+    "slice": lambda reader, body, depth: _slice(body),
+    "deque": SkeletonReader._deque,
     "placeholder": lambda reader, body, depth: Placeholder(*map(check_text, _exactly(3, body))),
     "enum": SkeletonReader._enum,
     "tuple": lambda reader, body, depth: tuple(reader.decode(_expect(list, body), depth)),
@@ -527,6 +624,24 @@ class SkeletonWriter:
         self.leaves.append(StateLeaf(path, leaf, value, node))
         return node
 
+    def _path(self, value: Path, path: KeyPath) -> dict[str, str]:
+        return {"path": self._text(value.as_posix(), path)}
+
+    def _moment(self, value: Any, path: KeyPath) -> dict[str, str]:
+        # The text has the offset only, and not which of two equal hours is meant.
+        zone, kind = getattr(value, "tzinfo", None), type(value).__name__
+        if (zone is not None and type(zone) is not datetime.timezone) or getattr(value, "fold", False):
+            text = f"a {kind} with a time zone by its name, or with fold=1, cannot be saved"
+            remedy = "save it with a fixed offset, such as datetime.timezone.utc"
+            raise UnsupportedLeafError(text, name=display(path), remedy=remedy)
+        return {kind: value.isoformat()}
+
+    def _slice(self, value: slice, path: KeyPath) -> dict[str, Any]:
+        ends = (value.start, value.stop, value.step)
+        if not all(end is None or type(end) is int for end in ends):
+            raise UnsupportedLeafError(f"{value} cannot be saved", name=display(path), remedy="use integers and None")
+        return {"slice": [None if end is None else encode_int(end) for end in ends]}
+
     def _text(self, value: str, path: KeyPath) -> str:
         _check_text(value, path)
         return value
@@ -587,12 +702,13 @@ class SkeletonWriter:
             # A combination of flags is not a member itself.
             member: object = value.name if value.name in cls.__members__ else encode_int(value.value)
             return {"enum": [name, member]}
-        names = [field.name for field in dataclasses.fields(value)]
-        for field in names:
-            # A field that was deleted, or never set, has no value to save.
-            if not hasattr(value, field):
-                raise UnsupportedLeafError(f"the field {field} is not set", name=display(path), remedy="set it")
-        return {"object": [name, self._fields(((field, getattr(value, field)) for field in names), path)]}
+        fields = object_fields(value) or {}
+        for field in dataclasses.fields(value) if dataclasses.is_dataclass(cls) and cls not in _CONVERTERS else ():
+            if field.name not in fields:
+                raise UnsupportedLeafError(f"the field {field.name} is not set", name=display(path), remedy="set it")
+        for name_of_field in fields:
+            _check_text(name_of_field, path)
+        return {"object": [name, self._fields(fields.items(), path)]}
 
 
 def _torch_node(value: Any) -> dict[str, Any] | None:
@@ -699,6 +815,13 @@ _ENCODERS: dict[type, Callable[[SkeletonWriter, Any, KeyPath], Any]] = {
     tuple: lambda writer, value, path: {"tuple": writer._list(value, path)},
     dict: SkeletonWriter._dict,
     OrderedDict: SkeletonWriter._ordered,
+    deque: lambda writer, value, path: {"deque": [value.maxlen, writer._list(value, path)]},
+    type(Path()): SkeletonWriter._path,
+    datetime.datetime: SkeletonWriter._moment,
+    datetime.date: SkeletonWriter._moment,
+    datetime.time: SkeletonWriter._moment,
+    datetime.timedelta: lambda _, value, path: {"timedelta": [value.days, value.seconds, value.microseconds]},
+    slice: SkeletonWriter._slice,
     Counter: lambda writer, value, path: {"counter": writer._items(value, path)},
     set: SkeletonWriter._set,
     frozenset: SkeletonWriter._set,
@@ -755,6 +878,8 @@ def _unsupported(value: Any, path: KeyPath) -> UnsupportedLeafError:
         remedy = "save tensorkeep.ResumableLoader(loader), and use that in the loop"
     elif builtin is not None:
         remedy = f"save {builtin.__name__}(x)"
+    elif not callable(value) and _attributes_refused(type(value)) is None:
+        remedy = f"leave it out, or call tensorkeep.register({name}) before saving and loading"
     elif callable(value):
         remedy = "code cannot be saved: leave it out, or save its name"
     else:

@@ -173,7 +173,7 @@ def shown_values(skeleton: object, name: str = "") -> Iterator[tuple[str, Any]]:
         return
     if children is None:
         yield name, value_of(skeleton)
-    elif tag in ("list", "tuple") and all(_is_plain(child) for _, child in children):
+    elif tag in ("list", "tuple", "deque") and all(_is_plain(child) for _, child in children):
         yield name, [value_of(child) for _, child in children]
     else:
         for key, child in children:
@@ -243,6 +243,16 @@ def node_tag(node: Any) -> str | None:
     return "list" if isinstance(node, list) else next(iter(node)) if isinstance(node, dict) else None
 
 
+# Nodes that the first versions did not have. A format notes that it has them, for its older readers.
+_LATER = ("path", "datetime", "date", "time", "timedelta", "slice", "deque")
+
+
+def has_later_nodes(skeleton: object) -> bool:
+    return node_tag(skeleton) in _LATER or any(
+        has_later_nodes(child) for _, child in child_nodes(skeleton) or () if isinstance(child, dict | list)
+    )
+
+
 def child_nodes(node: Any) -> list[tuple[Any, Any]] | None:
     """None for a leaf or a plain value."""
     tag = node_tag(node)
@@ -252,6 +262,8 @@ def child_nodes(node: Any) -> list[tuple[Any, Any]] | None:
         return list(node[tag][1].items())
     if tag in _PAIRS:
         return [(key, child) for key, child in node[tag]]
+    if tag == "deque":
+        return list(enumerate(node[tag][1]))
     return list(enumerate(node if tag == "list" else node[tag])) if tag in ("list", "tuple") else None
 
 
@@ -272,4 +284,6 @@ def with_children(node: Any, children: list[tuple[Any, Any]]) -> Any:
     if tag in _PAIRS:
         return {**node, tag: [list(pair) for pair in children]}
     values = [child for _, child in children]
+    if tag == "deque":
+        return {tag: [node[tag][0], values]}
     return values if tag == "list" else {tag: values}

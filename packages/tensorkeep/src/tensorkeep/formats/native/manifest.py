@@ -22,7 +22,7 @@ from tensorkeep.formats.decoding import MAX_HEADER_BYTES, missing_as
 from tensorkeep.paths import StorePath
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.leaf import MOST_DIMENSIONS, Source
-from tensorkeep.state.tree import Flat
+from tensorkeep.state.tree import Flat, has_later_nodes
 from tensorkeep.storage import storage_of
 from tensorkeep.storage.base import MANIFEST_NAME, Directory
 from tensorkeep.storage.store_commit import object_name
@@ -42,6 +42,8 @@ PLACES = "places"
 REFERENCES = "references"
 # Many ranks wrote the checkpoint together: the manifest is a `Root`, and fragments list the blocks.
 PIECES = "pieces"
+# The skeleton has nodes that the first versions did not have: paths, dates, slices, deques.
+LATER_VALUES = "later-values"
 # The features that the records of stored blocks may use.
 FEATURES = (WIDE_DIGESTS, PLACES, REFERENCES)
 
@@ -253,6 +255,10 @@ class StateRecord:
         return found
 
 
+def features_of_skeleton(skeleton: object) -> list[str]:
+    return [LATER_VALUES] if has_later_nodes(skeleton) else []
+
+
 def alias_records(flat: Flat[Source]) -> dict[str, AliasRecord]:
     return {name: AliasRecord.of_alias(alias, *flat.parts[name]) for name, alias in flat.aliases.items()}
 
@@ -453,7 +459,11 @@ def _check_version(body: dict[str, Any], path: Path) -> None:
     if body.get("format") != "tensorkeep":
         raise CorruptCheckpointError("is not the manifest of a Tensorkeep checkpoint", path=path)
     version, features = body.get("version"), body.get("features")
-    unknown = [name for name in features if name not in (*FEATURES, PIECES)] if isinstance(features, list) else features
+    unknown = (
+        [name for name in features if name not in (*FEATURES, PIECES, LATER_VALUES)]
+        if isinstance(features, list)
+        else features
+    )
     if version != VERSION or unknown:
         what = f"version {version}" if version != VERSION else f"features {unknown}"
         raise _later_version(what, f"the format, this release reads version {VERSION}", path)

@@ -62,7 +62,7 @@ def plan_root(
         format="tensorkeep",
         version=manifests.VERSION,
         writer=f"tensorkeep {__version__}",
-        features=[manifests.PIECES],
+        features=[manifests.PIECES, *manifests.features_of_skeleton(flat.skeleton)],
         compression=settings.compression,
         save=save,
         ranks=ranks,

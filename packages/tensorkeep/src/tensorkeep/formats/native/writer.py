@@ -254,7 +254,10 @@ class SingleProcessWrite(NativeWrite):
             format="tensorkeep",
             version=manifests.VERSION,
             writer=f"tensorkeep {__version__}",
-            features=written.features(leaves, wide=self._options.wide_digests),
+            features=[
+                *written.features(leaves, wide=self._options.wide_digests),
+                *manifests.features_of_skeleton(flat.skeleton),
+            ],
             block_bytes=BLOCK_BYTES,
             compression=settings.compression,
             files=written.records,
