@@ -38,8 +38,7 @@ Precision = Literal["run", "float32", "bf16", "fp16"]
 # Called with the number of rows that are done, and of all rows.
 Progress = Callable[[int, int], None]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# 1 / this fraction of a GPU's free memory is used.
-_FRACTION_OF_FREE = 4
+_FREE_MEMORY_DIVISOR = 4
 
 
 def resolve_precision(config: Config, precision: Precision) -> str:
@@ -70,10 +69,10 @@ def compute_in(precision: str, model: GPT, config: Config) -> Iterator[None]:
 
 
 def affordable_rows(model: ModelConfig, device: torch.device) -> int:
-    """Return how many full windows to compute at once, in 256 MiB or a quarter of a GPU's free memory."""
+    """Return how many full windows to compute at once: in 256 MiB or, on a GPU, a quarter of its free memory."""
     budget, tokens = LEAST_BYTES, LARGEST_TOKENS
     if device.type == "cuda":
-        budget, tokens = max(budget, torch.cuda.mem_get_info(device)[0] // _FRACTION_OF_FREE), 8 * tokens
+        budget, tokens = max(budget, torch.cuda.mem_get_info(device)[0] // _FREE_MEMORY_DIVISOR), 8 * tokens
     return max(1, min(budget // evaluation_bytes(model, 1), tokens // model.context_length))
 
 

@@ -89,7 +89,7 @@ Check = Callable[[re.Match[str], dict[str, Row]], object]
 def _reached(match: re.Match[str], arms: dict[str, Row]) -> bool:
     low, high = (number(end) for end in re.findall(_NUMBER, match["interval"].removeprefix("(95% "))[:2])
     row = arms[match["arm"]]
-    # Size is told as a fraction of the bytes, with the inverse interval.
+    # Size is stated as a fraction of the bytes, with the inverse interval.
     return row.verdict == "helps" and (low >= 1 / _ROUNDED or high <= _ROUNDED)
 
 
@@ -127,9 +127,9 @@ _HEADLINES: list[tuple[str, Check]] = [
 def _counted(match: re.Match[str], arms: dict[str, Row]) -> bool:
     words = {"better": "helps", "worse": "hurts", "with too few runs": "too few runs"}
     verdicts = [row.verdict for name, row in arms.items() if name not in ("a", "control")]
-    told = [part.split(" ", 1) for part in (match["counts"] or "").split(", ") if part]
+    counted = [part.split(" ", 1) for part in (match["counts"] or "").split(", ") if part]
     expected = {verdict: verdicts.count(verdict) for verdict in verdicts}
-    counts = {words.get(word, word): int(count) for count, word in told}
+    counts = {words.get(word, word): int(count) for count, word in counted}
     # The table shows the status of arms that did not run instead of the verdict.
     not_run = {"failed", "not reached", "not run", "not measured"}
     without = sum(expected.pop(verdict, 0) for verdict in not_run)

@@ -96,6 +96,7 @@ def evaluate(
     document: dict[str, Any] = {"run": str(trained.folder.path), "step": trained.step.number}
     document |= {"device": str(place), "precision": chosen}
     begin = time.perf_counter()
+    # Idle threads of OpenMP must not spin while other programs need the processors.
     with SpinControl(), scoring.compute_in(chosen, trained.model, config):
         if questions is not None:
             with output.meter("questions", of_bytes=False) as progress:

@@ -16,7 +16,7 @@ _SMOOTHED_OVER = 0.05
 _DIVERGED_RATIO = 4.0
 # The lowest loss counts as a minimum once the smoothed loss has risen to this many times it.
 _MINIMUM_RATIO = 1.1
-# A single loss that is so many times the lowest average is no chance of its batch.
+# A single loss that is so many times the lowest average is more than an effect of its batch.
 _JUMP_RATIO = 2.0
 _SAFETY = 10.0
 

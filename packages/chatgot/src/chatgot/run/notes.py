@@ -88,12 +88,12 @@ def on_initial_weights(initial: InitialWeights, config: Config, dataset: Dataset
     elif initial.tokenizer.opening != dataset.tokenizer.opening:
         names = [each.decode(each.opening) or "nothing" for each in (initial.tokenizer, dataset.tokenizer)]
         yield (
-            f"documents begin with {names[1]} in the data, and with {names[0]} for the initial weights: prepare it "
-            "again to train as they were trained"
+            f"documents begin with {names[1]} in the data, and with {names[0]} for the initial weights: prepare "
+            "the data again to train as they were trained"
         )
     if new := initial.new_tokens(config.model):
-        # Tokens that the tokenizer reserved have no row in the weights yet; otherwise the new tokens mark messages.
-        what = "the tokenizer" if initial.unused_tokens else "conversations"
+        # New tokens either belong to the tokenizer and occur in no text, or mark messages of conversations.
+        what = "the tokenizer" if initial.tokens_in_no_text else "conversations"
         yield f"{new} tokens of {what} are new to the weights, and begin as the mean of all others"
 
 
@@ -103,7 +103,7 @@ def on_segment(number: int, segment: Segment, before: Config, reduced: float) ->
     text = f"segment {number} begins after step {step}: {describe(segment.settings)}"
     whole = f"that of a run of {config.loop.steps} steps from the start"
     extended = set(segment.settings) == {"loop.steps"}
-    # Only for the first change of a run: earlier changes may have changed its result.
+    # Only for segment 2, the first change of a run: earlier changes may have changed its result.
     if extended and number == 2 and _is_as_from_the_start(before, config, step):
         return f"{text}; its result is {whole}"
     rates = on_rates(before, config, step, reduced)

@@ -116,7 +116,7 @@ class InitialWeights:
         return max(0, model.n_tokens - self.known_tokens)
 
     @property
-    def unused_tokens(self) -> int:
+    def tokens_in_no_text(self) -> int:
         """How many tokens of the tokenizer have no row in the weights, and occur in no text: padding for example."""
         if self.tokenizer is None:
             return 0
@@ -163,7 +163,7 @@ class InitialWeights:
                 path=self.record.path,
                 remedy=f"give --model.context_length {self.config.context_length} or less",
             )
-        trained = self.new_tokens(model) - self.unused_tokens
+        trained = self.new_tokens(model) - self.tokens_in_no_text
         if model.lora.rank and trained > 0:
             raise UsageError(
                 f"lora trains adapters alone, and {trained} tokens of conversations are new to the "

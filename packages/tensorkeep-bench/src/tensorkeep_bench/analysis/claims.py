@@ -6,7 +6,7 @@ How a comparison, by its 95% interval, relates to a claimed gain:
   25% (bytes: 2%), or within half of a smaller effect. A claimed time within 6% (bytes: 1%) of no change is a claim of
   no change: its whole interval lies within 25% (bytes: 2%) of 1.
 * *More*, *less*, or *as to its side*: it lies on the claimed side of 1 and above the claimed gain, below it, or it is
-  too wide to tell.
+  too wide to decide.
 * *The opposite*, or *no such difference*: it lies on the other side of 1, or includes 1 and excludes the claim.
 * *Not decided*: it includes both.
 

@@ -68,8 +68,8 @@ def plan_results(plan: ExperimentPlan, command: str) -> Results:
     )
 
 
-class BlockRun:
-    """Runs the pending cells of some results; each arm is measured by a function in this process."""
+class CellRunner:
+    """Runs the pending cells of some results, block by block; each arm is measured by a function in this process."""
 
     directory: Path | None = None  # the folder on the disk that is measured
 
@@ -77,7 +77,7 @@ class BlockRun:
         self.results = results
         self._measurements = measurements
 
-    def describe(self, cell: CellRecord) -> CellRecord:
+    def begun(self, cell: CellRecord) -> CellRecord:
         return replace(cell, status="planned", started=_now(), amount=self.results.subject.bytes)
 
     def measure(self, cell: CellRecord) -> Outcome:
@@ -92,11 +92,11 @@ class BlockRun:
     def run_cells(self, progress: CellProgress) -> None:
         """Run every pending cell that has to be measured; StoreError if the disk is full."""
         while (index := self._next()) is not None:
-            cell, total = self.describe(self.results.cells[index]), len(self.results.cells)
+            cell, total = self.begun(self.results.cells[index]), len(self.results.cells)
             done, seconds_left = total - len(self._pending()), self._seconds_left()
             progress(cell, done, total, seconds_left)
             cell = replace(cell, **asdict(self._repeated_failure(cell) or self.measure(cell)))
-            # Only now: describing and measuring a cell may have changed the results.
+            # Only now: beginning and measuring a cell may have changed the results.
             cells = self.results.cells
             self.update(cells=(*cells[:index], cell, *cells[index + 1 :]))
             progress(cell, done + 1, total, seconds_left)
@@ -109,6 +109,7 @@ class BlockRun:
         pending = self._pending()
         # Only before a block begins: a block with a part of its arms would not be complete.
         if pending and not any(cell.block == cells[pending[0]].block and cell.seconds for cell in cells):
+            # All arms if the budget is spent, or arms that are precise enough.
             left_out = arms_left_out(self.results, cells[pending[0]].block)
             if left_out:
                 self.update(cells=tuple(cell for cell in cells if cell.status != "planned" or cell.arm not in left_out))
@@ -147,7 +148,7 @@ class BlockRun:
         return sum(map(estimate, pending)) if known else None
 
 
-class ExperimentRun(BlockRun):
+class ExperimentRun(CellRunner):
     """A run of an experiment, new or resumed, with each cell in a process of its own."""
 
     def __init__(
@@ -186,7 +187,7 @@ class ExperimentRun(BlockRun):
         # After each cell, so that an interrupted run can resume.
         write_results(self.results, self._file)
 
-    def describe(self, cell: CellRecord) -> CellRecord:
+    def begun(self, cell: CellRecord) -> CellRecord:
         subject, command = self._prepared[self._arms[cell.arm].slow].subject, command_of(self._task(cell))
         cell = replace(cell, status="planned", amount=subject.bytes, subject=subject.description)
         return replace(cell, command=command, started=_now())
@@ -237,7 +238,7 @@ def run_rounds(
     arms = tuple(Arm(name, "arm" if place else "baseline") for place, name in enumerate(names))
     experiment = Experiment("rounds", "", baseline=names[0], runs=rounds, seed=seed, budget=seconds)
     cells = tuple(schedule(experiment, arms))
-    run = BlockRun(Results(experiment=experiment, measures=(), arms=arms, cells=cells), measurements)
+    run = CellRunner(Results(experiment=experiment, measures=(), arms=arms, cells=cells), measurements)
 
     def report(cell: CellRecord, done: int, total: int, seconds_left: float | None) -> None:
         if progress is not None and cell.status == "planned":

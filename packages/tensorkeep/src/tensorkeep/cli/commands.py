@@ -256,16 +256,16 @@ def overview(program: str, description: str, notes: str, commands: Mapping[str, 
     """
     rows = summaries(commands) | _FLAGS
     width, names = columns(), max(map(len, rows))
-    room = width - names - 6
+    space = width - names - 6
     longest = max(len(word) for summary in rows.values() for word in summary.split())
-    if names > math.ceil(width * 0.35) or longest > room:
+    if names > math.ceil(width * 0.35) or longest > space:
         return None  # cyclopts breaks names and words
     bold, cyan, end = ("\x1b[1m", "\x1b[36m", "\x1b[0m") if has_colours() else ("", "", "")
     lines = [f"{bold}Usage: {program} COMMAND{end}", "", *_filled(description, width), ""]
     lines.append(f"╭─ Commands {'─' * (width - 13)}╮")
     for name, summary in rows.items():
-        for number, text in enumerate(_filled(summary, room)):
-            lines.append(f"│ {cyan}{'' if number else name:{names}}{end}  {text:{room}} │")
+        for number, text in enumerate(_filled(summary, space)):
+            lines.append(f"│ {cyan}{'' if number else name:{names}}{end}  {text:{space}} │")
     lines += [f"╰{'─' * (width - 2)}╯", ""]
     lines += [line for paragraph in notes.splitlines() for line in _filled(paragraph, width)]
     text = "\n".join(lines)

@@ -411,7 +411,7 @@ class RunComparison(PageSubject):
     @property
     def names(self) -> tuple[str, str]:
         first, second = (title_of(run.log.path) for run in self.runs)
-        # Runs of one name are told apart by their folders.
+        # Runs of one name are distinguished by their folders.
         return (first, second) if first != second else (self.runs[0].log.path, self.runs[1].log.path)
 
     @property

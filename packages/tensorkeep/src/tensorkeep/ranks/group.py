@@ -135,9 +135,9 @@ class GlooConnection:
             # the timeout. After this gather, all ranks are connected and notice at once when one ends.
             self.gather_numbers([self.rank], timeout)
         except RuntimeError as error:
-            raise self.close(error, what, timeout) from error
+            raise self.close_after(error, what, timeout) from error
         except BaseException as error:
-            self.close(error, what, timeout)
+            self.close_after(error, what, timeout)
             raise
 
     def _next_store(self) -> "Store":
@@ -197,7 +197,7 @@ class GlooConnection:
         options.timeout = timedelta(seconds=timeout)
         self._gloo.allgather([received], [own], options).wait()
 
-    def close(self, error: BaseException, what: str, timeout: float) -> RanksDisagreeError:
+    def close_after(self, error: BaseException, what: str, timeout: float) -> RanksDisagreeError:
         """Close the connection, so that no rank waits; return the error that names the missing ranks."""
         reason = None
         if not isinstance(error, RuntimeError):

@@ -398,7 +398,7 @@ class GroupSaveCoordinator:
     def __init__(self, shared: SharedState, destination: Path, settings: WriteSettings) -> None:
         self.rank, self.size = shared.ranks.rank, shared.ranks.size
         self.ticket = shared.ranks.ticket()
-        # Stored and new bytes of all ranks.
+        # Stored and new bytes of all ranks; rank 0 computes them and sends them to the others.
         self.totals: tuple[int, int] = 0, 0
         self._channel = shared.ranks.writer
         self._shared = shared
@@ -423,7 +423,9 @@ class GroupSaveCoordinator:
         # published first. The commit would remove it as abandoned.
         if not storage_of(destination).remote:
             finish_saves(absolute(destination).parent)
-        commit = self._commit = commit_to(destination, overwrite=self._settings.overwrite).__enter__()
+        commit = self._commit = commit_to(
+            destination, overwrite=self._settings.overwrite
+        ).__enter__()  # left in `_leave`
         # An elastic run that was restarted must not take files of its earlier attempt for new ones.
         save = f"{commit.save_id or secrets.token_hex(8)}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         shared = self._shared
@@ -431,6 +433,7 @@ class GroupSaveCoordinator:
         if commit.is_staged:
             write_plan(commit, self._plan)
         else:
+            # No save may succeed that no load accepts.
             with as_a_reader():
                 check_plan(self._plan, destination)
         return str(commit.path), save

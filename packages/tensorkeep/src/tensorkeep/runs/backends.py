@@ -131,7 +131,7 @@ class StepBackend(ABC):
 
     @abstractmethod
     def record(self, steps: Iterable[Step | PrunedStep]) -> None:
-        """Keep the metrics of steps that will be deleted, and of steps that a full disk had no room for before."""
+        """Keep the metrics of steps that will be deleted, and of steps that a full disk refused before."""
 
     def _record_paths(self, paths: Sequence[Path], snapshot: "StepBackend | None") -> None:
         complete = {step.number: step for step in snapshot.listing().steps} if snapshot else {}

@@ -1,4 +1,4 @@
-"""The two containers of ``torch.save``: zip archives, and the plain files of torch before version 1.6."""
+"""The two containers of ``torch.save``, zip archives and the older plain files, and the dtypes of their storages."""
 
 import errno
 import io
