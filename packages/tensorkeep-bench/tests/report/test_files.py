@@ -157,6 +157,11 @@ def test_claims_are_printed_one_below_the_other(tmp_path: Path, capsys: pytest.C
     place = lines.index("  5  gzip alone costs 1.8%: confounded")
     reason = "    reason     the arm without a compressor was compressed with Blosc"
     assert lines[place + 1 : place + 4] == ["    published  +1.8%", "    measured   +41%", reason]
+    # Other figures of the same comparison were measured once.
+    document = documents.with_claims()
+    document["summary"]["claims"].append({**document["summary"]["claims"][-1], "id": "5.2"})
+    command.print_tables(documents.read(document, tmp_path))
+    assert capsys.readouterr().out.splitlines()[place + 4 :][2] == "    measured   as above"
 
 
 def test_texts_of_a_file_cannot_drive_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,11 +146,15 @@ def _print_claims(table: ReportTable | None) -> None:
         return
     # A list, because the sentences of claims are too long for columns.
     print(f"\n{table.title}")
+    before = ""
     for id_, verdict, claim, published, measured, reason in table.texts():
         print_lines(f"  {id_}  {claim}: {verdict}")
-        for word, text in (("published", published), ("measured", measured), ("reason", reason)):
+        # Figures of one comparison follow each other, and were measured once.
+        again = "as above" if measured == before != "-" else measured
+        for word, text in (("published", published), ("measured", again), ("reason", reason)):
             if text not in ("", "-"):
                 print_lines(f"    {word.ljust(9)}  {text}")
+        before = measured
 
 
 def _print_section(title: str, lines: list[str]) -> None:
