@@ -23,14 +23,15 @@ and a built-in exception as a second base, so that ``except FileNotFoundError`` 
 """
 
 import errno as codes
+import functools
 import importlib.util
 import os
 import re
 import sys
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar, ParamSpec, TypedDict, TypeVar, Unpack
 
 PathLike = str | os.PathLike[str]
 
@@ -259,6 +260,34 @@ def installation_of(package: str) -> str:
     # From a clone, and by its path: Tensorkeep is not on PyPI, where a stranger could publish a package of this name.
     paths = [f"./packages/{folder}" for folder in (*folders, package)]
     return f"in a clone of Tensorkeep: pip install {' '.join(repr(path) if '[' in path else path for path in paths)}"
+
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def explains_keywords(**remedies: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Decorate a function so that its TypeError for an unknown keyword has a remedy, given here or the nearest name.
+
+    ``remedies`` are for keywords of other libraries, such as ``map_location``.
+    """
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        code = function.__code__
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+        @functools.wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            for name in kwargs:
+                if name not in names:
+                    known = [each for each in names if each != "self"]
+                    remedy = remedies.get(name) or did_you_mean(name, known, "its arguments")
+                    raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}: {remedy}")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def did_you_mean(

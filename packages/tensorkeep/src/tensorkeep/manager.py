@@ -1,6 +1,7 @@
 """`tensorkeep.CheckpointManager`: saves the steps of a training run, deletes old steps, restores the last good one."""
 
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -30,6 +31,8 @@ from tensorkeep.errors import (
     TensorkeepError,
     UnsupportedError,
     UsageError,
+    did_you_mean,
+    explains_keywords,
     warn_caller,
 )
 from tensorkeep.formats.base import StepRecord
@@ -140,6 +143,10 @@ class ManagerKeywords(TypedDict, total=False):
     settings: SettingsSource | None
 
 
+# Of the managers of Orbax, Trainer and Lightning.
+_OTHER_NAMES = {"max_to_keep": "keep_last", "save_total_limit": "keep_last", "save_top_k": "keep_best"}
+_OTHER_NAMES |= {"monitor": "metric", "keep_period": "keep_every"}
+
 Options = TypeVar("Options", LocalTier, Retention, SaveOptions)
 
 
@@ -220,7 +227,17 @@ class CheckpointManager:
         self._tier = None if local is None else _checked_tier(self.root, local, given, self._ranks)
         for name, value in given.items():
             if name not in ("keep_local", "upload_bytes_per_second"):
-                raise TypeError(f"CheckpointManager.__init__() got an unexpected keyword argument {name!r}")
+                known = (
+                    "local",
+                    "retention",
+                    "save_when",
+                    "saving",
+                    "group",
+                    "timeout",
+                    *ManagerKeywords.__annotations__,
+                )
+                remedy = did_you_mean(name, known, "its arguments", aliases=_OTHER_NAMES)
+                raise TypeError(f"CheckpointManager() got an unexpected keyword argument {name!r}: {remedy}")
             # None is the absence of a limit, which a manager without `local` has, too.
             if value is not None:
                 raise UsageError(f"{name} has no effect without local=", remedy="give local=FOLDER, or leave it out")
@@ -248,6 +265,13 @@ class CheckpointManager:
         self._incremental = incremental if options.incremental else {}
         self._base: Path | None = None  # the step that the next incremental save builds on
         self._damaged: dict[Path, str | None] = {}  # steps that a restore found damaged, with their manifests' digests
+
+    def __repr__(self) -> str:
+        local = "" if self._tier is None else f", local={self._tier.folder!r}"
+        rules = "".join(
+            f", {name}={rule!r}" for name, rule in (("keep", self.keep), ("save_when", self.save_when)) if rule
+        )
+        return f"CheckpointManager({os.fspath(self.root)!r}{local}{rules})"
 
     def _connect(self) -> None:
         self._backend: StepBackend = backend_of(self.root)
@@ -335,6 +359,7 @@ class CheckpointManager:
         # Clocks and signals differ between ranks: all save if one would.
         return any(self._ranks.gather(due, "asking whether to save"))
 
+    @explains_keywords(metric="give metrics={NAME: VALUE}")
     def save(
         self,
         step: int,
@@ -485,6 +510,7 @@ class CheckpointManager:
 
     # Restoring
 
+    @explains_keywords(state="give into=", state_dict="give into=", map_location="give device=")
     def restore(
         self,
         step: int | Step | None = None,

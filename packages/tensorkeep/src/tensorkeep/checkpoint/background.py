@@ -19,7 +19,7 @@ from tensorkeep.machine import available_bytes
 from tensorkeep.storage.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool, CudaPageLock
 from tensorkeep.storage.object_store import part_bytes
 from tensorkeep.storage.parallel import Cancelled, Signal, default_threads, reset_in_child, shielded, start_thread
-from tensorkeep.units import format_bytes, format_least_bytes, parse_bytes
+from tensorkeep.units import counted, format_bytes, format_least_bytes, parse_bytes
 
 # The buffers of saves: one memory budget for copying the state and writing it.
 
@@ -171,6 +171,15 @@ class SaveReport(WriteResult):
     durable_seconds: float
     auto: dict[str, Any] | None = None
     settings_from: str | None = None
+
+    def __repr__(self) -> str:
+        stored = format_bytes(self.stored_bytes)
+        shared = "" if self.new_bytes == self.stored_bytes else f", {format_bytes(self.new_bytes)} of them new"
+        waited = "" if self.stall_seconds == self.seconds else f", the caller waited {self.stall_seconds:.3g} s"
+        return (
+            f"<SaveReport {self.path!r}: {counted(self.tensors, 'tensor')}, {format_bytes(self.state_bytes)} stored in "
+            f"{stored}{shared} ({self.format}, compression {self.compression}), {self.seconds:.3g} s{waited}>"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, as ``--json`` prints it."""

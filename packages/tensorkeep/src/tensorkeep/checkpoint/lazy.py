@@ -1,6 +1,7 @@
 """`tensorkeep.open`: a mapping of lazy tensors; indexing one reads only the blocks that hold the selected rows."""
 
 import operator
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from math import prod
@@ -12,9 +13,10 @@ from tensorkeep.checkpoint.options import AllowOption, MemorySize, ProgressOptio
 from tensorkeep.checkpoint.ranges import NewPages, contiguous_in, fill, strided_view
 from tensorkeep.checkpoint.verify import VerifyReport, verify_open
 from tensorkeep.closing import Closing
-from tensorkeep.errors import PathLike, TensorNotFoundError, UsageError
+from tensorkeep.errors import PathLike, TensorNotFoundError, UsageError, explains_keywords
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.formats.finding import open_reader
+from tensorkeep.paths import absolute
 from tensorkeep.runs.address import checkpoint_path
 from tensorkeep.state.leaf import Array, Device, DTypeLike, Leaf, LeafKind, allocate
 from tensorkeep.state.names import nearest
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 
+@explains_keywords(device="give it to load(), or to the to() of a tensor", mmap="give it to load()")
 def open(
     path: PathLike,
     *,
@@ -61,6 +64,15 @@ def open(
     """
     settings = open_settings(memory_budget, verify=verify, page_cache=True, allow=allow)
     return Checkpoint(open_reader(checkpoint_path(path), settings, format), settings)
+
+
+def _reopen(path: str, verify: bool, format: str, allow: list[str], memory_budget: int, identity: str) -> "Checkpoint":
+    """Open a checkpoint that was pickled; UsageError if another one has taken its place."""
+    found = open(path, verify=verify, format=format, allow=allow or None, memory_budget=memory_budget)
+    if found._reader.identity() != identity:
+        found.close()
+        raise UsageError("was replaced since it was pickled", path=path, remedy="open it again")
+    return found
 
 
 class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
@@ -123,6 +135,13 @@ class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
 
     def __repr__(self) -> str:
         return f"<Checkpoint {str(self.path)!r} ({self.format}): {len(self)} tensors, {self.nbytes:,} bytes>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the path, for a worker of a data loader, for example: it opens the files itself."""
+        reader, pool = self._open()
+        settings = self._settings
+        arguments = (os.fspath(absolute(self.path)), settings.verify, self.format, sorted(settings.allow), pool.budget)
+        return _reopen, (*arguments, reader.identity())
 
     def verify(self, *, progress: ProgressOption = None, threads: int | None = None) -> VerifyReport:
         """Read everything and check it, in the files that are open; see `tensorkeep.verify`.
@@ -208,6 +227,9 @@ class LazyTensor:
         if not self.shape:
             raise TypeError("len() of a 0-d tensor")
         return self.shape[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LazyTensor, (self._checkpoint, self.name)
 
     def __repr__(self) -> str:
         return f"<LazyTensor {self.name!r}: {self._dtype} {list(self.shape)}>"

@@ -29,7 +29,14 @@ from tensorkeep.checkpoint.stateful import (
     with_values_at,
     wrap_objects,
 )
-from tensorkeep.errors import PathLike, StateMismatchError, TensorkeepError, UnsupportedError, UsageError
+from tensorkeep.errors import (
+    PathLike,
+    StateMismatchError,
+    TensorkeepError,
+    UnsupportedError,
+    UsageError,
+    explains_keywords,
+)
 from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
 from tensorkeep.formats.finding import open_reader
 from tensorkeep.paths import checked_path
@@ -285,6 +292,9 @@ def _offset_progress(progress: Progress | None, before: int, total: int) -> Prog
     return None if progress is None else lambda done, _: progress(before + done, total)
 
 
+@explains_keywords(
+    map_location="give device=", weights_only="leave it out, no load runs code from a file", state_dict="give into="
+)
 def load(
     path: PathLike,
     *,

@@ -60,6 +60,13 @@ ProgressOption = Progress | bool | None
 _FULL_WIDTH = 72
 
 
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, which has no terminal and shows bars nevertheless."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
 @contextmanager
 def progress_bar(doing: str, *, of_bytes: bool = True) -> Iterator[Progress]:
     """Draw a bar on stderr while the block runs; yield a callback that takes (bytes or others done, in all)."""
@@ -68,7 +75,8 @@ def progress_bar(doing: str, *, of_bytes: bool = True) -> Iterator[Progress]:
     from rich.progress import Progress as Bar
     from rich.progress import TransferSpeedColumn as Speed
 
-    console = Console(stderr=True)
+    # In a notebook, rich draws into the output of the cell.
+    console = Console() if in_notebook() else Console(stderr=True)
     done = DownloadColumn() if of_bytes else MofNCompleteColumn()
     columns = [TextColumn("{task.description}", markup=False), BarColumn(), done]
     if console.width >= _FULL_WIDTH:
@@ -81,10 +89,10 @@ def progress_bar(doing: str, *, of_bytes: bool = True) -> Iterator[Progress]:
 
 @contextmanager
 def drawn(progress: ProgressOption, doing: str) -> Iterator[Progress | None]:
-    """Yield the callback to use: the given function; for True, a bar if stderr is a terminal; else None."""
+    """Yield the callback to use: the given function; for True, a bar on a terminal or in a notebook; or None."""
     if not isinstance(progress, bool):
         yield progress
-    elif progress and sys.stderr.isatty():
+    elif progress and (sys.stderr.isatty() or in_notebook()):
         with progress_bar(doing) as callback:
             yield callback
     else:

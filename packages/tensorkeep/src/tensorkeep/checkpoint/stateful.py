@@ -175,6 +175,9 @@ class RandomState:
     True
     """
 
+    def __repr__(self) -> str:
+        return "RandomState()"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the current states."""
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)

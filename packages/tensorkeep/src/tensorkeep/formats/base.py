@@ -15,7 +15,14 @@ import msgspec
 from msgspec import Meta
 
 from tensorkeep.closing import Closing
-from tensorkeep.errors import CorruptCheckpointError, PathLike, UnsupportedError, UnsupportedLeafError, UsageError
+from tensorkeep.errors import (
+    CorruptCheckpointError,
+    PathLike,
+    UnsupportedError,
+    UnsupportedLeafError,
+    UsageError,
+    did_you_mean,
+)
 from tensorkeep.formats.boxes import read_box
 from tensorkeep.paths import absolute
 from tensorkeep.plugins import Registry
@@ -678,7 +685,7 @@ class Format(ABC):
         values: dict[str, object] = {}
         for option, value in given.items():
             if option not in types:
-                remedy = f"known options: {', '.join(sorted(types))}" if types else "it takes no options"
+                remedy = did_you_mean(option, [*sorted(types), *_SAVE_KEYWORDS], "known options")
                 raise UsageError(f"format {self.name!r} has no option {option!r}", remedy=remedy)
             try:
                 values[option] = msgspec.convert(value, prepared(types[option]))
@@ -688,6 +695,12 @@ class Format(ABC):
         # Not by msgspec.convert: it would wrap the UsageError of a `__post_init__`.
         return self.options(**values)
 
+
+# The other keywords of `tensorkeep.save`: a misspelt one arrives as an option of the format.
+_SAVE_KEYWORDS = (
+    *("compression", "format", "group", "memory_budget", "metadata", "overwrite", "progress", "settings"),
+    *("threads", "timeout"),
+)
 
 # The package of formats that may not be installed, and the formats of suffixes then.
 PACKAGE_ELSEWHERE = "tensorkeep-formats"

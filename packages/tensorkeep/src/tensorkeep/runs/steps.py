@@ -56,6 +56,14 @@ class Step:
     nbytes: int
     own_bytes: int
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The view of the metrics that keeps them unchanged has no pickle.
+        return _step, (self.number, self.path, self.saved_at, dict(self.metrics), self.nbytes, self.own_bytes)
+
+
+def _step(number: int, path: str, saved_at: float, metrics: dict[str, float], nbytes: int, own_bytes: int) -> Step:
+    return Step(number, path, saved_at, MappingProxyType(metrics), nbytes, own_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class StepListing:

@@ -103,9 +103,13 @@ class EveryTime(SaveWhen):
     """
 
     def __init__(self, interval: str | float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._text = interval
         self._interval = parse_seconds(interval)
         self._clock = clock
         self._last = clock()
+
+    def __repr__(self) -> str:
+        return f"EveryTime({self._text!r})"
 
     def due(self, step: int) -> bool:
         return self._clock() - self._last >= self._interval
@@ -151,6 +155,9 @@ class OnSignal(Closing, SaveWhen):
         except (OSError, TypeError, ValueError) as error:
             self.close()
             raise UsageError(f"the signal {number} cannot be handled ({error})", remedy="give others") from error
+
+    def __repr__(self) -> str:
+        return f"OnSignal({', '.join(signal.Signals(number).name for number in self._before)})"
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._closed or number in self._noted:

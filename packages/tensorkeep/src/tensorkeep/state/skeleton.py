@@ -82,6 +82,9 @@ def register(
         raise UsageError(f"{cls!r} cannot be registered: it is not a class", remedy="give the class: type(x)")
     if (to_state is None) != (from_state is None):
         raise UsageError("`to_state` and `from_state` belong together", remedy="give both, or neither")
+    if to_state is not None and (issubclass(cls, enum.Enum) or is_namedtuple(cls)):
+        text = f"{cls.__name__} is an enum or a named tuple, which functions have no effect on"
+        raise UsageError(text, remedy="leave out `to_state` and `from_state`")
     if to_state is not None and from_state is not None:
         _CONVERTERS[cls] = to_state, from_state
     elif not (issubclass(cls, enum.Enum) or is_namedtuple(cls)):
