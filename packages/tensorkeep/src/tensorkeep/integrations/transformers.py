@@ -127,7 +127,7 @@ class TensorkeepTrainer(Trainer):
     @staticmethod
     def _refuse(**uses: bool) -> None:
         for name in (name for name, is_used in uses.items() if is_used):
-            remedy = "use transformers.Trainer, or push the model after the training"
+            remedy = "push the model after the training" if name == "push_to_hub" else "use transformers.Trainer"
             raise UnsupportedError(f"TensorkeepTrainer does not support {name}", remedy=remedy)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
