@@ -12,10 +12,11 @@ from tiers import exhaustive
 NAMES = """
 BusyError Checkpoint CheckpointManager CorruptCheckpointError DestinationExistsError DiffReport DivergedError
 EverySteps EveryTime InfoReport Keep KeepBest KeepEvery KeepLast KeepThinned LazyTensor LocalTier MissingExtraError
-NotACheckpointError NotFoundError OnSignal OutOfMemoryError PendingSave Placeholder RandomState RanksDisagreeError
-ResumableLoader Retention RunLog SaveOptions SaveReport SaveWhen StateMismatchError StateMismatchWarning Step
-StoreError TechniqueNotActiveError TensorNotFoundError TensorkeepError UnsupportedError UnsupportedLeafError
-UploadStatus UsageError VerifyReport __version__ convert diff info load log open register save save_async verify
+NotACheckpointError NotFoundError OnSignal OutOfMemoryError Page PendingSave Placeholder RandomState
+RanksDisagreeError ResumableLoader Retention RunLog SaveOptions SaveReport SaveWhen StateMismatchError
+StateMismatchWarning Step StoreError TechniqueNotActiveError TensorNotFoundError TensorkeepError UnsupportedError
+UnsupportedLeafError UploadStatus UsageError VerifyReport __version__ convert diff info load log open register save
+save_async show verify
 """
 
 

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from tensorkeep.manager import CheckpointManager, SaveOptions
+    from tensorkeep.pages.show import Page, show
     from tensorkeep.placeholder import Placeholder
     from tensorkeep.runs.retention import Keep, KeepBest, KeepEvery, KeepLast, KeepThinned, Retention
     from tensorkeep.runs.steps import Step, UploadStatus
@@ -91,6 +92,7 @@ _EXPORTS = {
     "checkpoint.stateful": ("RandomState",),
     "checkpoint.background": ("PendingSave", "SaveReport"),
     "checkpoint.saving": ("save", "save_async"),
+    "pages.show": ("Page", "show"),
     "placeholder": ("Placeholder",),
     "state.skeleton": ("register",),
 }
@@ -100,12 +102,12 @@ __all__ = [
     "BusyError", "Checkpoint", "CheckpointManager", "CorruptCheckpointError", "DestinationExistsError",
     "DiffReport", "DivergedError", "EverySteps", "EveryTime", "InfoReport", "Keep", "KeepBest", "KeepEvery",
     "KeepLast", "KeepThinned", "LazyTensor", "LocalTier", "MissingExtraError", "NotACheckpointError",
-    "NotFoundError", "OnSignal", "OutOfMemoryError", "PendingSave", "Placeholder", "RandomState",
+    "NotFoundError", "OnSignal", "OutOfMemoryError", "Page", "PendingSave", "Placeholder", "RandomState",
     "RanksDisagreeError", "ResumableLoader", "Retention", "RunLog", "SaveOptions", "SaveReport", "SaveWhen",
     "StateMismatchError", "StateMismatchWarning", "Step", "StoreError", "TechniqueNotActiveError",
     "TensorNotFoundError", "TensorkeepError", "UnsupportedError", "UnsupportedLeafError", "UploadStatus",
     "UsageError", "VerifyReport", "__version__", "convert", "diff", "info", "load", "log", "open", "register",
-    "save", "save_async", "verify"
+    "save", "save_async", "show", "verify"
 ]  # fmt: skip
 
 

@@ -8,19 +8,15 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from tensorkeep.checkpoint.diff import diff
 from tensorkeep.cli.checkpoints import READ, InputFormat, ReadOptions, checkpoint_at
 from tensorkeep.cli.options import SIZE, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines, print_verdict
-from tensorkeep.errors import UsageError
-from tensorkeep.pages.checkpoint import read_contents
-from tensorkeep.pages.difference import Difference
 from tensorkeep.pages.page import SHOW, PageSubject, write_page
 from tensorkeep.pages.rendering import check_installed, check_page
-from tensorkeep.pages.run import RunComparison, read_figures, read_run
+from tensorkeep.pages.show import read_subject
 from tensorkeep.pages.statistics import DEFAULT_SAMPLE
-from tensorkeep.runs.address import split_address, steps_of_run
+from tensorkeep.runs.address import split_address
 from tensorkeep.units import format_bytes
 
 _TONES = {"good": True, "bad": False}
@@ -66,20 +62,15 @@ def show(
     page = out or _page_of(path, other)
     check_page(page, SHOW)
     given = [each for each in (path, other) if each is not None]
-    are_runs = all(bool(steps_of_run(each)) for each in given)
-    if format is not None and (are_runs or other is not None):
-        raise UsageError("--format is for one checkpoint, not for a run or two", remedy="leave it out")
-    places = given if are_runs else [checkpoint_at(each, output) for each in given]
-    subject: PageSubject
     with output.meter("comparing" if other is not None else f"reading {path}") as progress:
-        if are_runs and other is not None:
-            subject = RunComparison((read_figures(path), read_figures(other)))
-        elif are_runs:
-            subject = read_run(path, sample=sample, progress=progress, **options.arguments)
-        elif other is not None:
-            subject = Difference(diff(*places, progress=progress, **options.arguments))
-        else:
-            subject = read_contents(places[0], sample=sample, format=format, progress=progress, **options.arguments)
+        subject = read_subject(
+            given,
+            lambda each: checkpoint_at(each, output),
+            sample=sample,
+            format=format,
+            progress=progress,
+            **options.arguments,
+        )
     nbytes = write_page(page, subject.page())
     # The document of a large checkpoint takes seconds, and is for --json only.
     document = {**subject.as_dict(), "page": str(page)} if output.json else {}

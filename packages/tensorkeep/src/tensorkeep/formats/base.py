@@ -679,7 +679,7 @@ class Format(ABC):
         Examples
         --------
         >>> FORMATS.get("native").parse_options({"direct_io": False})
-        NativeOptions(shard_bytes=None, direct_io=False, incremental=None, base=None, delta=False)
+        NativeOptions(shard_bytes=None, direct_io=False, incremental=None, base=None, delta=False, files=None)
         """
         types = {field.name: field.type for field in msgspec.structs.fields(self.options)}
         values: dict[str, object] = {}

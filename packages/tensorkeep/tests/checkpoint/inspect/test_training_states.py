@@ -85,3 +85,17 @@ def test_counters_and_random_states_do_not_hide_the_weights(steps: list[Path], c
     assert ".0.weight.step" in call("diff", "--top", "0", *steps, code=1).out
     shown = call("show", *steps, "--out", steps[0].with_name("page.html")).out
     assert ".step" not in shown
+
+
+def test_show_in_python(steps: list[Path]) -> None:
+    page = tensorkeep.show(steps[0])
+    assert repr(page).splitlines()[0] == f"{steps[0]}: native"
+    assert page._repr_html_().startswith('<iframe srcdoc="&lt;!')
+    assert page.as_dict()["values"]["step"] == 0
+    assert page.write(steps[0].with_name("page.html")) == len(page.html.encode())
+    both = tensorkeep.show(*steps)
+    assert "model: " in repr(both)
+    with pytest.raises(tensorkeep.UsageError, match=r"\.html"):
+        both.write(steps[0].with_name("page.txt"))
+    with pytest.raises(tensorkeep.UsageError, match="for one checkpoint"):
+        tensorkeep.show(*steps, format="native")
