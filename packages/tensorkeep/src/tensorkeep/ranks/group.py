@@ -320,11 +320,11 @@ class Channel:
             sizes = [size for (size,) in connection.gather_numbers([len(own)], timeout)]
             found = connection.gather_bytes(own, sizes, timeout)
         except RuntimeError as raised:
-            raise connection.close(raised, doing, timeout) from raised
+            raise connection.close_after(raised, doing, timeout) from raised
         except BaseException as raised:
             # An interrupt: the other ranks may be anywhere in this exchange, so no other exchange can follow on this
             # connection.
-            connection.close(raised, doing, timeout)
+            connection.close_after(raised, doing, timeout)
             connection.shared_error = raised
             raise
         connection.shared_error = known = _disagreement(
