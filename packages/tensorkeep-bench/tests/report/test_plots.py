@@ -2,6 +2,8 @@
 
 import io
 import itertools
+import math
+import random
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -13,10 +15,20 @@ from PIL import Image
 from report import documents
 from report.documents import read
 from tensorkeep.pages import canvas
-from tensorkeep.pages.canvas import PALETTE, Canvas, Line, Text, text_width
+from tensorkeep.pages.canvas import PALETTE, Box, Canvas, Line, Text, text_width
 from tensorkeep_bench import wording
 from tensorkeep_bench.report import plots
-from tensorkeep_bench.report.drawing import log_ticks, png_file, svg_file
+from tensorkeep_bench.report.drawing import (
+    EVEN,
+    Axis,
+    amount_axis,
+    gain_colour,
+    log_ticks,
+    overlap,
+    place_labels,
+    png_file,
+    svg_file,
+)
 from tensorkeep_bench.report.html import report_page
 from tensorkeep_bench.report.plots import Plot, draw_plots, shown_arms, wanted
 
@@ -113,9 +125,113 @@ def test_extreme_gains_are_clipped(tmp_path: Path) -> None:
     assert len(arrows) == 4 * 2 + 1
     assert all(0 <= x <= canvas.width for shape in canvas.shapes if isinstance(shape, Line) for x, _ in shape.points)
     assert "0.0005x" in words(canvas)
-    assert any("beyond 0.01x or 100x" in text for text in words(canvas))
+    assert any("Arrow: goes on beyond the axis." in text for text in words(canvas))
     plain = plots.gains(read(four(missing=OFF), tmp_path))
-    assert not any("beyond 0.01x or 100x" in text for text in words(plain))
+    assert not any("Arrow" in text for text in words(plain))
+
+
+def rectangle(text: Text) -> tuple[float, float, float, float]:
+    width = text_width(text.text, text.size) * 0.9  # estimated for wide fonts
+    left = text.x - {"start": 0.0, "middle": 0.5, "end": 1.0}[text.anchor] * width
+    return left, text.y - 0.72 * text.size, left + width, text.y + 0.12 * text.size
+
+
+def generated(seed: int) -> dict[str, Any]:
+    """Return results with a few or many arms, equal or very different figures, and runs that vary little or much."""
+    random_ = random.Random(seed)
+    spread = random_.choice([0.0, 0.002, 0.1, 1.0, 3.0])
+    figures = {f"arm {i}": tuple(10 ** random_.uniform(0, spread) for _ in range(3)) for i in range(2 + seed * 2)}
+    missing = {"arm 1": ("timeout", "took too long")} if seed % 3 == 1 else {}
+    document = documents.document(figures, runs=1 + seed % 3, noise=random_.choice([0.0, 0.05, 0.9]), missing=missing)
+    if seed % 4 == 3:  # no load was measured
+        measures = [each for each in document["measures"] if not each["name"].startswith("load")]
+        return {**document, "measures": measures}
+    return document
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_texts_of_a_figure_lie_inside_it_without_overlaps_and_no_panel_is_empty(seed: int, tmp_path: Path) -> None:
+    found = figures(generated(seed), tmp_path)
+    assert {"gains", "pareto"} & found.keys() or seed % 3 == 1
+    for plot in found.values():
+        texts = [shape for shape in plot.canvas.shapes if isinstance(shape, Text) and shape.text]
+        boxes = [rectangle(text) for text in texts]
+        for (one, a), (other, b) in itertools.combinations(zip(texts, boxes, strict=True), 2):
+            assert not overlap(a, b), (plot.name, one, other)
+        assert all(box[0] >= 0 and box[2] <= plot.canvas.width for box in boxes), plot.name
+        assert all(box[1] >= 0 and box[3] <= plot.canvas.height for box in boxes), plot.name
+        # A panel without a title would be an empty one.
+        assert all(shape.text for shape in plot.canvas.shapes if isinstance(shape, Text) and shape.bold), plot.name
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_labels_cover_nothing_and_lie_at_their_own_points(seed: int) -> None:
+    random_, radius = random.Random(seed), 5.0
+    middle = [(random_.uniform(20, 380), random_.uniform(20, 380)) for _ in range(4)]
+    width = random_.choice([3.0, 30.0, 200.0])  # of the clusters
+    points = [
+        tuple(min(max(value + random_.uniform(-width, width), 10.0), 390.0) for value in random_.choice(middle))
+        for _ in range(40)
+    ]
+    labels = [(", ".join(str(i + k) for k in range(random_.randint(1, 3))), point) for i, point in enumerate(points)]
+    line = (0.0, 200.0, 400.0, 202.0)
+    placed = list(place_labels(labels, radius, 10, (0, 0, 400, 400), [line]))
+    assert [text.text for text, *_ in placed] == [text for text, _ in labels]
+    boxes = [box for _, box, _ in placed]
+    assert not any(overlap(a, b) for a, b in itertools.combinations(boxes, 2))
+    markers = [(x - radius, y - radius, x + radius, y + radius) for x, y in points]
+    assert not any(overlap(box, other) for box in boxes for other in [*markers, line])
+    assert all(box[0] >= 0 and box[1] >= 0 and box[2] <= 400 and box[3] <= 400 for box in boxes)
+    for point, (_, box, lead) in zip(points, placed, strict=True):
+        centre = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
+        if lead is None:
+            assert min(math.dist(centre, other) for other in points) == math.dist(centre, point)
+        else:
+            assert lead.points[0] == point
+            x, y = lead.points[1]
+            assert box[0] <= x <= box[2] and box[1] <= y <= box[3]
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_an_interval_ends_in_a_cap_inside_the_axis_and_in_an_arrow_beyond_it(log: bool) -> None:
+    random_ = random.Random(log)
+    for _ in range(200):
+        low, high = sorted((random_.uniform(-20, 130), random_.uniform(-20, 130)))
+        panel = plots.Panel(Canvas(400, 100), "", 50, 0, 350, 1, 25)
+        panel.axis = Axis(1, 100, 50, 350, log)
+        panel.whisker(low, high, 30, "ink", 1)
+        drawn = [shape for shape in panel.canvas.shapes if isinstance(shape, Line)]
+        arrows = [shape for shape in drawn if len(shape.points) == 3]
+        visible = high >= 1 and low <= 100
+        assert len(arrows) == ((low < 1) + (high > 100)) * visible
+        assert len(drawn) == 3 * visible  # the interval and its two ends
+        assert panel.cut == bool(arrows)
+        ends = sorted(x for shape in drawn if shape not in arrows for x, _ in shape.points)
+        assert not ends or (ends[0], ends[-1]) == (panel.axis.at(low), panel.axis.at(high))
+
+
+def test_the_axis_of_amounts_begins_at_zero_unless_the_values_are_close_or_far_apart() -> None:
+    near, plain, far = (amount_axis(values, 0, 100) for values in ([2.5, 2.5], [1.0, 3.0], [1.0, 50.0]))
+    assert (plain.low, plain.log) == (0, False)
+    assert far.log and far.low < 1 and far.high > 50
+    assert near.high - near.low == pytest.approx(2.5 * 0.024) and near.low < 2.5 < near.high
+    assert [(axis.low, axis.high) for axis in (amount_axis([0.0], 0, 1), amount_axis([], 0, 1))] == [(0, 1), (0, 1.06)]
+    for seed in range(50):
+        random_ = random.Random(seed)
+        values = [10 ** random_.uniform(0, random_.choice([0.01, 0.2, 4])) for _ in range(1 + seed % 5)]
+        axis = amount_axis(values, 0, 100)
+        assert not any(axis.cuts(value) for value in values) and axis.low < axis.high
+
+
+def test_a_change_that_reads_one_has_no_colour(tmp_path: Path) -> None:
+    document = documents.steps()
+    for step in document["summary"]["steps"]:
+        step |= {"gain_from_previous": 0.9996, "gain_from_base": 0.9996}
+        step |= {"gain_from_previous_low": 0.9995, "gain_from_previous_high": 0.9997}
+    canvas = plots.waterfall(read(document, tmp_path))
+    assert "1.00x (1.00x)" in words(canvas)
+    assert not {"good", "bad"} & {shape.fill for shape in canvas.shapes if isinstance(shape, Box)}
+    assert gain_colour(0.9996) == gain_colour(1.004) == EVEN
 
 
 def test_designs_get_their_own_figures_which_are_the_same_each_time(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 import io
 import math
 import unicodedata
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from tensorkeep.errors import import_extra
-from tensorkeep.ext.pages import PALETTE, Box, Canvas, Line, Shape, Text, round_ticks, text_width
+from tensorkeep.ext.pages import PALETTE, Box, Canvas, Line, Point, Shape, Text, round_ticks, text_width
 
 FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', sans-serif"
 # Positions and sizes are pixels.
@@ -27,6 +28,10 @@ class Axis:
     start: float
     end: float
     log: bool = False
+
+    def cuts(self, value: float) -> str:
+        """Return the side on which a value is cut off, ``left`` or ``right`` of a horizontal axis; empty inside."""
+        return "left" if value < self.low else "right" if value > self.high else ""
 
     def at(self, value: float) -> float:
         # Clipped, so that a shape never leaves its panel.
@@ -50,6 +55,29 @@ class Axis:
         return sorted(kept)
 
 
+_LOG_FROM = 20.0
+_ZERO_FROM = 1.25
+_LEAST_SPAN = 0.02
+
+
+def amount_axis(values: Sequence[float], start: float, end: float) -> Axis:
+    """Return the axis of all figures that show amounts as points.
+
+    The axis is logarithmic if the values differ by more than a factor of 20: a linear axis would hide the small ones.
+    It begins at 0 if they differ by a factor of 1.25 or more. Closer values would all lie at its end, so they get an
+    axis around them, 2% wide or more: smaller differences mean nothing, and look like nothing.
+    """
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    if low > 0 and high / low > _LOG_FROM:
+        margin = (high / low) ** 0.06
+        return Axis(low / margin, high * margin, start, end, log=True)
+    if low >= 0 and high >= low * _ZERO_FROM:
+        return Axis(0.0, high * 1.06 or 1.0, start, end)
+    span = max(high - low, _LEAST_SPAN * abs(high))
+    middle = (low + high) / 2
+    return Axis(middle - 0.6 * span, middle + 0.6 * span, start, end)
+
+
 def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Return at most so many round numbers between two positive limits, 1 among them if it lies there."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -67,6 +95,61 @@ def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
     if high / low < 4:
         return [tick for tick in round_ticks(low, high, most - 1) if tick > 0]
     return [step * 10.0**power for power in decades for step in (1, 2, 5) if low <= step * 10.0**power <= high]
+
+
+Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
+_STEP_OUT, _BETWEEN = 8.0, 5.0
+_DIRECTIONS = [(math.cos(turn * math.pi / 8), math.sin(turn * math.pi / 8)) for turn in (0, 12, 4, 8, *range(16))]
+
+
+def overlap(one: Rectangle, other: Rectangle) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def place_labels(
+    labels: Sequence[tuple[str, Point]], radius: float, size: float, area: Rectangle, taken: Sequence[Rectangle] = ()
+) -> Iterator[tuple[Text, Rectangle, Line | None]]:
+    """Place a text at each point so that no text covers another text, a marker of this radius or a taken rectangle.
+
+    Yields each text, its rectangle, and a line to the point. The line is None for a text directly beside its point,
+    which is always nearer to its own point than to any other.
+    """
+    points = [point for _, point in labels]
+    kept = [*taken, *((x - radius, y - radius, x + radius, y + radius) for x, y in points)]
+    for text, (x, y) in labels:
+        width = text_width(text, size) + _BETWEEN
+        for middle, direct in _places((x, y), width, size, radius + 2, area):
+            box = (middle[0] - width / 2, middle[1] - size / 2, middle[0] + width / 2, middle[1] + size / 2)
+            nearest = min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3])
+            # The line is a row of small squares, so that later texts keep away from it.
+            line = [] if direct else _squares((x, y), nearest, radius)
+            if any(overlap(box, other) for other in kept):
+                continue
+            if direct and any(math.dist(middle, other) < math.dist(middle, (x, y)) for other in points):
+                continue
+            break
+        kept += [box, *line]
+        placed = Text(middle[0], middle[1] + size * 0.35, text, size, anchor="middle")
+        yield placed, box, None if direct else Line([(x, y), nearest], "faint", 0.7)
+
+
+def _places(point: Point, width: float, height: float, least: float, area: Rectangle) -> Iterator[tuple[Point, bool]]:
+    # From the nearest places outwards; those beside the point come first.
+    out = least
+    while out < max(area[2] - area[0], area[3] - area[1]):
+        for across, down in _DIRECTIONS:
+            x, y = point[0] + across * (out + width / 2), point[1] + down * (out + height / 2)
+            inside_across = area[0] <= x - width / 2 and x + width / 2 <= area[2]
+            if inside_across and area[1] <= y - height / 2 and y + height / 2 <= area[3]:
+                yield (x, y), out == least
+        out += _STEP_OUT
+
+
+def _squares(start: Point, end: Point, radius: float) -> list[Rectangle]:
+    length = math.dist(start, end)
+    parts = [place / length for place in range(math.ceil(radius), int(length), 3)]
+    middles = [(start[0] + (end[0] - start[0]) * part, start[1] + (end[1] - start[1]) * part) for part in parts]
+    return [(x - 1.5, y - 1.5, x + 1.5, y + 1.5) for x, y in middles]
 
 
 # Gains have the same steps on both sides of 1 and in every map, so that twice as good and half as good are equally
@@ -87,9 +170,14 @@ GAIN_LEGEND = (
 )
 
 
+def is_even(gain: float) -> bool:
+    """Return whether a gain reads 1.00x: a colour would contradict the number."""
+    return abs(gain - 1) < 0.005
+
+
 def gain_colour(gain: float | None) -> str:
-    """Return the colour of a gain; `EVEN` for 1, and for None, where no difference is shown."""
-    if gain is None or gain <= 0 or gain == 1:
+    """Return the colour of a gain; `EVEN` for 1.00x, and for None, where no difference is shown."""
+    if gain is None or gain <= 0 or is_even(gain):
         return EVEN
     # A little more, because 1 / 0.8 is less than 1.25 in floating point.
     size = max(gain, 1 / gain) * (1 + 1e-9)

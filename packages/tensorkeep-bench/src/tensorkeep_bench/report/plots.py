@@ -4,14 +4,22 @@ The bars at the top of its page are in `html.py`.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from tensorkeep.ext import number
 from tensorkeep.ext.pages import Box, Canvas, Line, Point, Text, text_width
-from tensorkeep_bench.report.drawing import Axis, gain_colour
+from tensorkeep_bench.report.drawing import (
+    GAIN_LEGEND,
+    Axis,
+    Rectangle,
+    amount_axis,
+    gain_colour,
+    is_even,
+    place_labels,
+)
 from tensorkeep_bench.report.measures import compared_arms, compared_measures, scale_of, subject_and_machine
 from tensorkeep_bench.report.tables import why_not_run
 from tensorkeep_bench.results import Arm, Effect, Interaction, Measure, Results, StackStep
@@ -22,6 +30,7 @@ FILES_ONLY = ("three-way", "comparison", "impact")  # plots that only repeat fig
 WIDTH = 1060.0
 MOST_ARMS = 40
 NAME_LENGTH = 34
+_LONG_NAME = 64  # of changes together
 _FEW = 3  # the published three-way comparison has three panels; for more arms, a fourth shows the improvement
 _MOST_PANELS = 4
 _MOST_FACTORS = 15
@@ -30,9 +39,6 @@ _SMALL = 11.0
 
 _T = TypeVar("_T", StackStep, Effect, Interaction)
 Draw = Callable[[Results], Canvas]
-
-# Values that differ by a larger factor have a logarithmic axis.
-_LOG_FROM = 20.0
 
 
 class Plot(NamedTuple):
@@ -60,7 +66,7 @@ def wanted(results: Results) -> Iterator[tuple[str, str, Draw]]:
     if arms_with_gains(results):
         baseline = results.baseline or "the baseline"
         yield "gains", f"Gain over {baseline}, with 95% intervals and the noise band", gains
-    if chosen.save and (chosen.size or chosen.load):
+    if chosen.save and (chosen.size or chosen.load) and len(drawn_arms(results)) > 1:
         yield "pareto", "Trade-offs, and the arms that no other arm beats", trade_offs
     if results.summary.steps:
         yield "steps", "The way from the base, one change at a time", waterfall
@@ -80,18 +86,19 @@ class Panel:
         self.canvas, self.left, self.right = canvas, left, right
         self.top, self.bottom, self.row = top + _TITLE, top + _TITLE + rows * row, row
         self.axis = Axis(0, 1, left, right)
+        self.cut = False  # whether an arrow shows that a value lies beyond the axis
         canvas.add(Text(left, top + 14, title, bold=True))
 
     def y(self, row: float) -> float:
         return self.top + (row + 0.5) * self.row
 
-    def set_axis(self, low: float, high: float, *, log: bool = False, suffix: str = "", label: str = "") -> None:
-        self.axis = Axis(low, high, self.left, self.right, log)
+    def set_axis(self, axis: Axis, *, suffix: str = "", label: str = "") -> None:
+        self.axis = axis
         for tick, text in self.axis.ticks(suffix):
             x = self.axis.at(tick)
             self.canvas.add(Line([(x, self.top), (x, self.bottom)], "grid", 0.8))
             self.canvas.add(Text(x, self.bottom + 15, text, _SMALL, "faint", "middle"))
-        self.canvas.add(Text((self.left + self.right) / 2, self.bottom + 32, label, _SMALL, "faint", "middle"))
+        self.canvas.add(Text((axis.start + axis.end) / 2, self.bottom + 32, label, _SMALL, "faint", "middle"))
 
     def rule(self, value: float) -> None:
         x = self.axis.at(value)
@@ -101,18 +108,37 @@ class Panel:
         left, right = sorted((self.axis.at(low), self.axis.at(high)))
         self.canvas.add(Box(left, y - height / 2, right - left, height, colour))
 
-    def write(self, text: str, value: float, y: float, size: float = _SMALL) -> None:
-        self.canvas.add(Text(self.axis.at(value) + 6, y + size * 0.35, text, size))
+    def point(self, kind: str, value: float, y: float, colour: str, fill: str = "", size: float = 4.0) -> None:
+        """Draw a marker at a value. An arrow at the end of the axis replaces the marker of a value beyond it."""
+        side = self.axis.cuts(value)
+        self.cut |= bool(side)
+        self.canvas.mark(side or kind, self.axis.at(value), y, colour, fill, size)
+
+    def whisker(self, low: float, high: float, y: float, colour: str, width: float, fill: str = "") -> None:
+        """Draw an interval. A cap shows an end; an arrow shows that the interval goes on beyond the axis."""
+        if self.axis.cuts(low) == "right" or self.axis.cuts(high) == "left":
+            return  # its value has an arrow
+        self.canvas.add(Line([(self.axis.at(low), y), (self.axis.at(high), y)], colour, width))
+        for end in (low, high):
+            x = self.axis.at(end)
+            if self.axis.cuts(end):
+                self.point("", end, y, colour, fill)
+            else:
+                self.canvas.add(Line([(x, y - 3), (x, y + 3)], colour, width))
+
+    def write(self, text: str, value: float, y: float, *, faint: bool = False) -> None:
+        """Write behind a value, on paper: the lines of the grid would cross the words."""
+        x = self.axis.at(value) + 9
+        ground = Box(x - 2, y - 6, text_width(text, _SMALL) + 3, 12, "paper")
+        colour = "faint" if faint else "ink"
+        self.canvas.add(ground, Text(x, y + 4, text, _SMALL, colour, italic=faint))
 
     def missing(self, text: str, row: float, value: float | None = None) -> None:
-        x = self.left if value is None else self.axis.at(value)
-        place = Text(x + 6, self.y(row) + 4, text, _SMALL, "faint", italic=True)
-        # On paper, because the lines of the grid would cross the words.
-        self.canvas.add(Box(x + 4, self.y(row) - 8, text_width(text, _SMALL), 16, "paper"), place)
+        self.write(text, self.axis.low if value is None else value, self.y(row), faint=True)
 
-    def names(self, names: Sequence[str], bold: int | None = None) -> None:
+    def names(self, names: Sequence[str], bold: int | None = None, length: int = NAME_LENGTH) -> None:
         for row, name in enumerate(names):
-            text = clipped(name, NAME_LENGTH)
+            text = clipped(name, length)
             self.canvas.add(Text(self.left - 10, self.y(row) + 4, text, anchor="end", bold=row == bold))
 
     def field(self, column: int, columns: int, row: int, value: float | None, text: str) -> None:
@@ -124,8 +150,13 @@ class Panel:
         self.canvas.add(Text(x + width / 2, self.y(row) + 4, text, _SMALL, ink, "middle"))
 
 
-def _name_width(names: Sequence[str]) -> float:
-    return _MARGIN + 10 + max((text_width(clipped(name, NAME_LENGTH)) for name in names), default=0.0)
+def _name_width(names: Sequence[str], length: int = NAME_LENGTH) -> float:
+    return _MARGIN + 10 + max((text_width(clipped(name, length)) for name in names), default=0.0)
+
+
+def _label_room(labels: Iterable[str]) -> float:
+    # On the right of an axis, for the label of the largest value.
+    return 12 + max((text_width(label, _SMALL) for label in labels), default=0.0)
 
 
 def _columns(left: float, count: int, right_space: float = 0.0) -> list[tuple[float, float]]:
@@ -179,58 +210,52 @@ def _why_missing(results: Results, arm: str) -> str:
     return "not run" if status in ("not run", "-") else f"not run ({status})"
 
 
-# Bars: saving, loading and size, the improvement, and a heat map of the impact
+# Saving, loading and size, the improvement, and a heat map of the impact
 
 _COLOURS = {"helps": "good", "hurts": "bad"}
-_LOWEST = -150.0
 _SCALE = "Grey: not decided, or about the same. Blue: better, orange: worse, stronger from 1.25x, 2x and 4x."
 _NO_VERDICT = "not decided, or about the same"
-_BAR_NOTE = "Bar or dot: mean; whisker: ± 1 standard deviation; circle: one run."
+_ARROW = " Arrow: goes on beyond the axis."
 DrawPanel = Callable[[Panel, Results, list[Arm]], None]
 
 
 def three_panels(results: Results) -> Canvas:
-    return _bar_figure(results, [[_amounts(measure) for measure in compared_measures(results).named().values()]])
+    return _arm_figure(results, [[_amounts(measure) for measure in compared_measures(results).named().values()]])
 
 
 def four_panels(results: Results) -> Canvas:
-    chosen = compared_measures(results)
-    first, second, third = [*map(_amounts, chosen.named().values()), None, None][:3]
-    changes = ("improvement", partial(_draw_improvements, measures=[one for one in (chosen.save, chosen.load) if one]))
-    return _bar_figure(results, [[first, second], [third, changes]], 30)
+    first, *others = map(_amounts, compared_measures(results).named().values())
+    return _arm_figure(results, [[first, *others[:1]], [*others[1:], _improvements(results)]], 30)
 
 
 def six_panels(results: Results) -> Canvas:
     chosen = compared_measures(results)
-    above = [_amounts(measure) if measure else None for measure in (chosen.save, chosen.load, chosen.size)]
-    below = [
-        (f"{one.label}: improvement", partial(_draw_improvements, measures=[one])) if one else None
-        for one in (chosen.save, chosen.load)
-    ]
-    return _bar_figure(results, [above, [*below, ("impact, % of the baseline", _draw_impact)]])
+    below = [(f"{one.label}: improvement", [one]) for one in (chosen.save, chosen.load) if one]
+    drawn = [(title, partial(_draw_improvements, measures=measures)) for title, measures in below]
+    above = [_amounts(measure) for measure in (chosen.save, chosen.load, chosen.size) if measure]
+    return _arm_figure(results, [above, [*drawn, ("impact, % of the baseline", _draw_impact)]])
 
 
-def _bar_figure(
-    results: Results, rows: Sequence[Sequence[tuple[str, DrawPanel] | None]], row_height: float = _ROW
-) -> Canvas:
+def _arm_figure(results: Results, rows: Sequence[Sequence[tuple[str, DrawPanel]]], row_height: float = _ROW) -> Canvas:
     arms = shown_arms(results)
     names, height = [arm.name for arm in arms], len(arms) * row_height + _TITLE + _AXIS
-    with_heat_map = any(panel and panel[1] is _draw_impact for panels in rows for panel in panels)
-    canvas = Canvas(WIDTH, _LEGEND + len(rows) * height + 24 + 16 * with_heat_map)
+    with_heat_map = any(draw is _draw_impact for panels in rows for _, draw in panels)
+    canvas = Canvas(WIDTH, _LEGEND + len(rows) * height + 24 + 24 * with_heat_map)
     # All rows leave the same space for the names, so that panels stand below each other.
-    left = _name_width(names)
+    left, cut = _name_width(names), False
     for line, panels in enumerate(rows):
-        for place, (one, (start, end)) in enumerate(zip(panels, _columns(left, len(panels)), strict=True)):
-            # An empty panel keeps the others in their columns.
-            title, draw = one or ("", None)
+        for place, ((title, draw), (start, end)) in enumerate(zip(panels, _columns(left, len(panels)), strict=True)):
             panel = Panel(canvas, title, start, _LEGEND + line * height, end, len(arms), row_height)
             if place == 0:
                 panel.names(names, bold=None if results.baseline is None else 0)
-            if draw is not None:
-                draw(panel, results, arms)
+            draw(panel, results, arms)
+            cut |= panel.cut
     words = {"base": "baseline", "good": "better", "bad": "worse", "neutral": _NO_VERDICT}
     _legend(canvas, [("bar", colour, "", word) for colour, word in words.items()])
-    _footnote(canvas, _BAR_NOTE + _left_out(results), *([_SCALE] if with_heat_map else []))
+    if with_heat_map:
+        _legend(canvas, [("bar", colour, "", word) for colour, word in GAIN_LEGEND], y=canvas.height - 36)
+    note = "Dot: mean; whisker: \u00b1 1 standard deviation; circle: one run."
+    _footnote(canvas, note + _ARROW * cut + _left_out(results))
     return canvas
 
 
@@ -238,77 +263,78 @@ def _amounts(measure: Measure) -> tuple[str, DrawPanel]:
     return measure.label, partial(_draw_amounts, measure=measure)
 
 
+def _improvements(results: Results) -> tuple[str, DrawPanel]:
+    chosen = compared_measures(results)
+    return "improvement", partial(_draw_improvements, measures=[one for one in (chosen.save, chosen.load) if one])
+
+
 def _draw_amounts(panel: Panel, results: Results, arms: list[Arm], measure: Measure) -> None:
+    """Draw dots, not bars: the length of a bar means something only on a linear axis from 0."""
     scale = scale_of(results, measure)
-    values = [scale.values(results, arm.name) for arm in arms]
-    every = [value for runs in values for value in runs]
-    log = needs_log(every)
-    highest = max((_end(runs) for runs in values if runs), default=1.0) or 1.0
-    # The space on the right is for the labels.
-    low, high = 0.0, highest * 1.24
-    if log:
-        low, high = min(every) / 1.6, highest * (highest / min(every)) ** 0.28
+    found = {arm.name: values for arm in arms if (values := scale.values(results, arm.name))}
+    room = _label_room(number(describe(runs).mean) for runs in found.values())
+    every = [end for runs in found.values() for end in (*runs, *_deviation(runs))]
+    axis = amount_axis(_kept(measure, every), panel.left, panel.right - room)
     words = {"s": "seconds", "ms": "milliseconds"}.get(scale.unit, scale.unit)
-    panel.set_axis(low, high, log=log, label=words + ", log scale" * log)
-    for row, (arm, runs) in enumerate(zip(arms, values, strict=True)):
-        if runs:
-            _draw_amount(panel, row, runs, _colour(results, arm, measure))
+    panel.set_axis(axis, label=words + ", log scale" * axis.log)
+    for row, arm in enumerate(arms):
+        if arm.name in found:
+            _draw_amount(panel, panel.y(row), found[arm.name], _colour(results, arm, measure))
         else:
             panel.missing("not measured" if results.ran(arm.name) else _why_missing(results, arm.name), row)
 
 
-def _end(runs: list[float]) -> float:
+def _kept(measure: Measure, values: list[float]) -> list[float]:
+    """Return the values that the axis of a measure shows: a range test ends with a loss far above all others."""
+    lowest = min(values, default=0.0)
+    return [value for value in values if value <= lowest * _HIGHEST_LOSS] if measure.unit == "nats" else values
+
+
+def _deviation(runs: list[float]) -> tuple[float, float]:
     found = describe(runs)
-    # The label stands behind the bar, its whisker and its runs.
-    return max(found.mean + (found.std or 0.0), found.high)
+    low, high = (found.mean + sign * (found.std or 0.0) for sign in (-1, 1))
+    # A deviation may reach 0 or less, where no amount is; the axis ends near the runs.
+    return max(low, found.low / 2), high
 
 
-def _draw_amount(panel: Panel, row: int, runs: list[float], colour: str) -> None:
-    found, y, canvas = describe(runs), panel.y(row), panel.canvas
-    mean, std, place = found.mean, found.std or 0.0, panel.axis.at
-    if panel.axis.log:
-        # The length of a bar means nothing on a log axis, so the mean is a dot; the runs lie below it.
-        canvas.mark("circle", place(mean), y - 3, colour, size=5)
-        ys = [y + 6] * len(runs)
-    else:
-        panel.bar(0, mean, y, panel.row * 0.64, colour)
-        # Spread over the height of the bar, so that equal runs do not hide each other.
-        ys = [y + panel.row * 0.2 * (2 * i / max(1, len(runs) - 1) - 1) * (len(runs) > 1) for i in range(len(runs))]
+def _draw_amount(panel: Panel, y: float, runs: list[float], colour: str) -> None:
+    found = describe(runs)
+    std = found.std or 0.0
     if found.high > found.low:
-        # The lower end of a whisker may be negative, which has no logarithm.
-        ends = [place(max(mean - std, mean * 0.001)), place(mean + std)]
-        middle = y - 3 * panel.axis.log
-        canvas.add(Line([(ends[0], middle), (ends[1], middle)], "ink", 1.2))
-        for end in ends:
-            canvas.add(Line([(end, middle - 3), (end, middle + 3)], "ink", 1.2))
-        for run, at in zip(runs, ys, strict=True):
-            canvas.mark("circle", place(run), at, "ink", "paper", 1.9)
-    panel.write(number(mean), _end(runs), y)
+        # The runs lie below the mean, so that they do not hide it.
+        for run in runs:
+            panel.point("circle", run, y + 7, "ink", "paper", 1.9)
+        y -= 3
+        panel.whisker(found.mean - std, found.mean + std, y, "ink", 1.2)
+    panel.point("circle", found.mean, y, colour, size=5)
+    panel.write(number(found.mean), max(found.mean + std, found.high), y)
 
 
 def _draw_improvements(panel: Panel, results: Results, arms: list[Arm], measures: Sequence[Measure]) -> None:
-    changes = {
-        (row, i): change
-        for row, arm in enumerate(arms)
-        for i, measure in enumerate(measures)
-        if (change := results.statistics(arm.name, measure.name).change_percent) is not None
-    }
-    # One very slow arm would make all other bars short; its label gives the value.
-    low = max(_LOWEST, min([-10.0, *changes.values()]) * 1.1)
-    high = max([40.0, *(100.0 if value > 60 else value * 1.2 for value in changes.values())])
-    panel.set_axis(low, high + (high - low) * 0.24, label="% of the baseline's mean, above 0 is better")
-    panel.rule(0)
-    for row, arm in enumerate(arms):
-        if not any((row, i) in changes for i in range(len(measures))):
-            panel.missing("baseline" if arm.name == results.baseline else _why_missing(results, arm.name), row, 0)
-    height = panel.row * (0.64 if len(measures) == 1 else 0.84) / max(1, len(measures))
-    for (row, i), value in changes.items():
-        y = panel.y(row) + (i - (len(measures) - 1) / 2) * height
-        colour = ("first", "second")[i] if len(measures) > 1 else _colour(results, arms[row], measures[i])
-        panel.bar(0, max(value, low), y, height * 0.92, colour)
-        cut = " (cut off)" if value < low else ""
-        panel.write(percent(value) + cut, max(value, 0), y, _SMALL if len(measures) == 1 else 10)
-    if len(measures) > 1:
+    """Draw the gain of each arm as a bar from 1x, and write its percentage behind the bar.
+
+    Percentages of a baseline end at +100% and go down without an end. On the axis of gains, twice as good and half as
+    good have the same length.
+    """
+    found = [[results.statistics(arm.name, measure.name) for measure in measures] for arm in arms]
+    gains = [one.gain for row in found for one in row if one.gain and one.gain > 0]
+    room = _label_room(percent(one.change_percent) for row in found for one in row)
+    panel.set_axis(_gain_axis(gains, panel.left, panel.right - room), suffix="x", label="gain, log scale")
+    panel.rule(1)
+    several = len(measures) > 1
+    height = panel.row * (0.84 / len(measures) if several else 0.64)
+    for row, (arm, ones) in enumerate(zip(arms, found, strict=True)):
+        if not any(one.gain for one in ones):
+            panel.missing("baseline" if arm.name == results.baseline else _why_missing(results, arm.name), row, 1)
+        for i, (measure, one) in enumerate(zip(measures, ones, strict=True)):
+            if one.gain and one.gain > 0:
+                y = panel.y(row) + (i - (len(measures) - 1) / 2) * height
+                colour = ("first", "second")[i] if several else _colour(results, arm, measure)
+                panel.bar(1, one.gain, y, height * 0.92, colour)
+                if panel.axis.cuts(one.gain):
+                    panel.point("", one.gain, y, colour)
+                panel.write(percent(one.change_percent), max(one.gain, 1), y)
+    if several:
         entries = [("bar", ("first", "second")[i], "", measure.label) for i, measure in enumerate(measures)]
         _legend(panel.canvas, entries, panel.left + 110, panel.top - _TITLE + 10)
 
@@ -329,9 +355,9 @@ def _draw_impact(panel: Panel, results: Results, arms: list[Arm]) -> None:
             panel.field(column, len(measures), row, settled, percent(found.change_percent))
     for column, measure in enumerate(measures):
         # One word below the other: fields are narrow.
-        for line, word in enumerate(measure.label.split()[:2]):
+        for line, word in enumerate(measure.label.split()[:3]):
             x = panel.left + (column + 0.5) * width
-            panel.canvas.add(Text(x, panel.bottom + 14 + 13 * line, clipped(word, 12), _SMALL, "ink", "middle"))
+            panel.canvas.add(Text(x, panel.bottom + 14 + 13 * line, clipped(word, 11), _SMALL, "ink", "middle"))
 
 
 def _colour(results: Results, arm: Arm, measure: Measure) -> str:
@@ -367,7 +393,7 @@ def gains(results: Results) -> Canvas:
     arms, measures = arms_with_gains(results), results.primary()[:_MOST_PANELS]
     names = [arm.name for arm in arms]
     canvas = Canvas(WIDTH, _LEGEND + _TITLE + len(arms) * _ROW + _AXIS + 12)
-    cut_off = False
+    cut = False
     for place, (measure, (left, right)) in enumerate(
         zip(measures, _columns(_name_width(names), len(measures), _GAIN_SPACE), strict=True)
     ):
@@ -376,16 +402,14 @@ def gains(results: Results) -> Canvas:
             panel.names(names)
         noise = results.summary.noise.get(measure.name)
         rows = [_arm_row(results, arm.name, measure) for arm in arms]
-        cut_off |= any(end != _within(end) for end in _ends(rows))
         _draw_intervals(panel, rows, noise.floor if noise and noise.floor > 1 else 1.0)
+        cut |= panel.cut
     words = {"better": _MARKS["helps"], "worse": _MARKS["hurts"], _NO_VERDICT: _UNSETTLED}
     entries = [(*mark, word) for word, mark in words.items()]
     _legend(canvas, [*entries, ("bar", "band", "", "noise: the baseline against itself")])
     baseline = clipped(results.baseline or "", NAME_LENGTH)
     text = f"Gain over {baseline}: right of 1x is better. Log scale; line: 95% interval."
-    if cut_off:
-        text += f" Arrow: beyond {NEAR:g}x or {FAR:g}x."
-    _footnote(canvas, text + _left_out(results))
+    _footnote(canvas, text + _ARROW * cut + _left_out(results))
     return canvas
 
 
@@ -396,7 +420,8 @@ def _arm_row(results: Results, arm: str, measure: Measure) -> _IntervalRow:
 
 
 def _design_row(name: str, value: float | None, low: float | None, high: float | None) -> _IntervalRow:
-    mark = _MARKS["helps" if value and value > 1 else "hurts"] if _settled(low, high) else _UNSETTLED
+    settled = value is not None and not is_even(value) and _settled(low, high)
+    mark = _MARKS["helps" if value and value > 1 else "hurts"] if settled else _UNSETTLED
     return _IntervalRow(name, value, low, high, mark)
 
 
@@ -412,37 +437,31 @@ def _within(value: float) -> float:
     return min(max(value, NEAR), FAR)
 
 
+def _gain_axis(values: Sequence[float], start: float, end: float) -> Axis:
+    low, high = _within(min([*values, 0.9])), _within(max([*values, 1.12]))
+    margin = (high / low) ** 0.05
+    return Axis(low / margin, high * margin, start, end, log=True)
+
+
 def _draw_intervals(panel: Panel, rows: Sequence[_IntervalRow], floor: float = 1.0) -> None:
     """Draw gains on a log axis, above the band of noise, which lies between 1 / ``floor`` and ``floor``."""
-    ends = [*_ends(rows), 1 / floor, floor]
-    low, high = _within(min([*ends, 0.9])), _within(max([*ends, 1.12]))
-    margin = (high / low) ** 0.05
+    axis = _gain_axis([*_ends(rows), 1 / floor, floor], panel.left, panel.right)
     if floor > 1:
-        # The same axis as the panel gets below; the band must lie under its grid.
-        band = Axis(low / margin, high * margin, panel.left, panel.right, log=True)
-        left, right = band.at(1 / floor), band.at(floor)
+        # Before the axis, because the band must lie under its grid.
+        left, right = axis.at(1 / floor), axis.at(floor)
         panel.canvas.add(Box(left, panel.top, right - left, panel.bottom - panel.top, "band"))
-    panel.set_axis(low / margin, high * margin, log=True, suffix="x")
+    panel.set_axis(axis, suffix="x")
     panel.rule(1)
     for place, row in enumerate(rows):
+        y, (shape, colour, fill) = panel.y(place), row.mark
         # A gain of 0 has no place on a log axis.
-        if row.value is not None and row.value > 0:
-            _draw_gain(panel, panel.y(place), row.value, row)
-        else:
+        if row.value is None or row.value <= 0:
             panel.missing(row.missing, place)
-
-
-def _draw_gain(panel: Panel, y: float, value: float, row: _IntervalRow) -> None:
-    axis, low, high, (shape, colour, fill) = panel.axis, row.low, row.high, row.mark
-    if low is not None and high is not None and 0 < low <= high and low < axis.high and high > axis.low:
-        panel.canvas.add(Line([(axis.at(low), y), (axis.at(high), y)], colour, 2))
-        for end, beyond, arrow in ((low, low < axis.low, "left"), (high, high > axis.high, "right")):
-            if beyond:
-                panel.canvas.mark(arrow, axis.at(end), y, colour, fill)
-    # An arrow replaces what lies beyond the axis.
-    shape = "left" if value < axis.low else "right" if value > axis.high else shape
-    panel.canvas.mark(shape, axis.at(value), y, colour, fill)
-    panel.canvas.add(Text(panel.right + 6, y + 4, gain(value), _SMALL))
+            continue
+        if row.low is not None and row.high is not None and 0 < row.low <= row.high:
+            panel.whisker(row.low, row.high, y, colour, 2, fill)
+        panel.point(shape, row.value, y, colour, fill)
+        panel.canvas.add(Text(panel.right + 6, y + 4, gain(row.value), _SMALL))
 
 
 # Designs
@@ -452,12 +471,14 @@ def waterfall(results: Results) -> Canvas:
     steps = results.summary.steps
     panels = _by_measure(results, steps)
     changes = list(dict.fromkeys(step.change for step in steps))[:MOST_ARMS]
-    columns = min(2, len(panels)) or 1
+    # Three panels stand in one row: a second row with one panel would be half empty.
+    columns = len(panels) if len(panels) <= 3 else 2
     row = 29.0
     height = _TITLE + len(changes) * row + _AXIS
     canvas = Canvas(WIDTH, -(-len(panels) // columns) * height + 20)
+    places = _columns(_name_width(changes), columns)
     for place, (measure, rows) in enumerate(panels):
-        left, right = _columns(_name_width(changes), columns)[place % columns]
+        left, right = places[place % columns]
         panel = Panel(canvas, measure.label, left, place // columns * height, right, len(changes), row)
         if place % columns == 0:
             panel.names(changes)
@@ -467,28 +488,31 @@ def waterfall(results: Results) -> Canvas:
 
 
 def _draw_waterfall(panel: Panel, changes: list[str], steps: Mapping[str, StackStep]) -> None:
-    totals = [step.gain_from_base for step in steps.values() if step.gain_from_base and step.gain_from_base > 0]
-    low, high = min([*totals, 1.0]), max([*totals, 1.1])
-    # The labels to the right of the longest bar take much space.
-    panel.set_axis(low / (high / low) ** 0.04, high * (high / low) ** 0.42, log=True, suffix="x")
+    known = [step for step in steps.values() if step.gain_from_base and step.gain_from_base > 0]
+    labels = {one.change: f"{gain(one.gain_from_base)} ({gain(one.gain_from_previous)})" for one in known}
+    totals = [step.gain_from_base or 1.0 for step in known]
+    panel.set_axis(_gain_axis(totals, panel.left, panel.right - _label_room(labels.values())), suffix="x")
     panel.rule(1)
     before = 1.0
     for row, change in enumerate(changes):
-        step = steps.get(change)
-        if step is None or not step.gain_from_base or step.gain_from_base <= 0:
+        if change not in labels:
             panel.missing("not run", row)
             continue
-        after, y = step.gain_from_base, panel.y(row)
+        step, y = steps[change], panel.y(row)
+        after = step.gain_from_base or before
         settled = _settled(step.gain_from_previous_low, step.gain_from_previous_high)
         # Without an interval (None), the sign alone gives the colour.
-        colour = "neutral" if settled is False else "good" if after > before else "bad"
+        even = settled is False or is_even(step.gain_from_previous or after / before)
+        colour = "neutral" if even else "good" if after > before else "bad"
         x, half = panel.axis.at(after), panel.row * 0.3
         if row + 1 < len(changes):
             panel.canvas.add(Line([(x, y), (x, y + panel.row)], "faint", 0.8))
         panel.bar(before, after, y, 2 * half, colour)
         # The end of the bar is also a line, so that a change without effect remains visible.
         panel.canvas.add(Line([(x, y - half), (x, y + half)], colour, 2))
-        panel.write(f"{gain(after)} ({gain(step.gain_from_previous or after / before)})", max(after, before), y)
+        if panel.axis.cuts(after):
+            panel.point("", after, y, colour)
+        panel.write(labels[change], max(after, before), y)
         before = after
 
 
@@ -535,8 +559,9 @@ def interactions(results: Results) -> Canvas:
     def draw(canvas: Canvas, top: float, measure: Measure, found: list[Interaction]) -> None:
         rows = [_design_row(" + ".join(one.changes), one.ratio, one.low, one.high) for one in found]
         names = [row.name for row in rows]
-        panel = Panel(canvas, measure.label, _name_width(names), top, WIDTH - _MARGIN - _GAIN_SPACE, len(rows), 28)
-        panel.names(names)
+        left = _name_width(names, _LONG_NAME)
+        panel = Panel(canvas, measure.label, left, top, WIDTH - _MARGIN - _GAIN_SPACE, len(rows), 28)
+        panel.names(names, length=_LONG_NAME)
         _draw_intervals(panel, rows)
 
     text = "Right of 1x: the changes strengthen each other. Left: they weaken each other. Line: 95% interval."
@@ -568,10 +593,9 @@ def _by_measure(results: Results, found: Sequence[_T]) -> list[tuple[Measure, li
 # Trade-offs: a number at each point, and a list that gives the names
 
 _NEGLIGIBLE = 0.01
-_LEAST_SPAN = 0.01
 # Higher losses than so many times the lowest are drawn there: a range test ends far above all others.
 _HIGHEST_LOSS = 1.1
-_RADIUS = 8.0
+_RADIUS = 4.5
 
 
 class TradeOff(NamedTuple):
@@ -597,7 +621,7 @@ def trade_offs(results: Results) -> Canvas:
     for place, measure in enumerate(others):
         points = trade_off_points(results, save, measure)
         beyond |= any(point.beyond for point in points)
-        axes = trade_off_axes(points, measure, (place * width + 70, place * width + width - 20), (height, 46))
+        axes = trade_off_axes(points, (place * width + 70, place * width + width - 20), (height, 46))
         _draw_trade_off(canvas, results, points, numbers, axes, (save, measure))
     canvas.add(Text(WIDTH - key + 20, 14, "arms", bold=True))
     for place, (name, shown) in enumerate(names.items()):
@@ -644,26 +668,8 @@ def _better(one: float, other: float, direction: str) -> bool:
     return lower and abs(one - other) > _NEGLIGIBLE * max(abs(one), abs(other))
 
 
-def trade_off_axes(points: Sequence[TradeOff], up: Measure, across: Point, down: Point) -> tuple[Axis, Axis]:
-    x = _padded_axis([point.x for point in points], across, from_zero=True)
-    # An axis of losses does not start at 0: no loss is near it.
-    return x, _padded_axis([point.y for point in points], down, from_zero=up.unit != "nats")
-
-
-def needs_log(values: Sequence[float]) -> bool:
-    # A linear axis would hide the small values.
-    return bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_FROM
-
-
-def _padded_axis(values: list[float], ends: Point, *, from_zero: bool) -> Axis:
-    if needs_log(values):
-        margin = (max(values) / min(values)) ** 0.1
-        return Axis(min(values) / margin, max(values) * margin, *ends, log=True)
-    high = max(values, default=1.0) or 1.0
-    low = 0.0 if from_zero else min(values, default=0.0)
-    # At least 1% of the values, so that differences without a meaning look small.
-    span = max(high - low, _LEAST_SPAN * high)
-    return Axis(low - span * 0.12 * bool(low), low + span * 1.12, *ends)
+def trade_off_axes(points: Sequence[TradeOff], across: Point, down: Point) -> tuple[Axis, Axis]:
+    return amount_axis([point.x for point in points], *across), amount_axis([point.y for point in points], *down)
 
 
 def _draw_trade_off(
@@ -696,5 +702,24 @@ def _draw_trade_off(
         baseline = point.name == results.baseline
         colour = "good" if point.best else "base" if baseline else "neutral"
         shape = "square" if baseline else "up" if point.beyond else "circle"
-        canvas.mark(shape, x.at(point.x), y.at(point.y), colour, "paper", _RADIUS)
-        canvas.add(Text(x.at(point.x), y.at(point.y) + 3.5, numbers[point.name], 9, colour, "middle", bold=True))
+        fill = colour if point.best or baseline else "paper"
+        canvas.mark(shape, x.at(point.x), y.at(point.y), colour, fill, _RADIUS)
+    labels: dict[Point, list[str]] = {}
+    for point in points:
+        place = x.at(point.x), y.at(point.y)
+        # Points that hide each other share a label.
+        place = next((other for other in labels if math.dist(place, other) < _RADIUS), place)
+        labels.setdefault(place, []).append(numbers[point.name])
+    texts = [(", ".join(sorted(names, key=int)), place) for place, names in labels.items()]
+    area = (x.start, y.end, x.end, y.start)
+    for label, box, line in place_labels(texts, _RADIUS + 1, 10, area, _corridors(best)):
+        if line is not None:
+            canvas.add(line)
+        canvas.add(Box(box[0], box[1], box[2] - box[0], box[3] - box[1], "paper"), label)
+
+
+def _corridors(best: Sequence[Point]) -> list[Rectangle]:
+    # The line of the best arms, which no label covers.
+    steps = [(one, (other[0], one[1]), other) for one, other in pairwise(best)]
+    lines = [line for step in steps for line in pairwise(step)]
+    return [(min(a[0], b[0]), min(a[1], b[1]) - 1, max(a[0], b[0]) + 1, max(a[1], b[1])) for a, b in lines]
