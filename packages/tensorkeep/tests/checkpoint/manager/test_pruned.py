@@ -19,6 +19,7 @@ from tensorkeep import CheckpointManager, Step
 from tensorkeep.cli.main import main
 from tensorkeep.runs import pruned
 from tensorkeep.runs.pruned import FILE_NAME, PrunedSteps, read_pruned
+from tensorkeep.storage.clock import Clock, use_clock
 
 STATE = {"w": torch.ones(9)}
 
@@ -31,6 +32,13 @@ def save(root: Path, losses: dict[int, float], **options: Any) -> None:
 
 def losses_of(root: Path) -> dict[int, float]:
     return {number: step.metrics["loss"] for number, step in read_pruned(root).items()}
+
+
+class Stopped(Clock):
+    """A time of constant length, so that the same steps make a file of the same size."""
+
+    def time(self) -> float:
+        return 1000.0
 
 
 def a_step(number: int, **metrics: float) -> Step:
@@ -111,20 +119,21 @@ def test_a_file_that_is_cut_at_any_byte_keeps_its_whole_lines_and_can_be_continu
     log, expected = PrunedSteps(root), {}
     # What the file says after each of its sizes.
     states: dict[int, dict[int, float]] = {0: {}}
-    for what, number, value in works:
-        if what == "prune":
-            log.add([a_step(number, loss=float(value))])
-            expected[number] = float(value)
-        elif what == "return":
-            log.saved(number, list)
-            # The step itself exists now; its record counts again only if the step is deleted.
-            if any(other > number for other in expected):
-                expected = {other: loss for other, loss in expected.items() if other < number}
-        else:
-            log = PrunedSteps(root)
-        path = root / FILE_NAME
-        states[path.stat().st_size if path.exists() else 0] = dict(expected)
-        assert losses_of(root) == expected
+    with use_clock(Stopped()):
+        for what, number, value in works:
+            if what == "prune":
+                log.add([a_step(number, loss=float(value))])
+                expected[number] = float(value)
+            elif what == "return":
+                log.saved(number, list)
+                # The step itself exists now; its record counts again only if the step is deleted.
+                if any(other > number for other in expected):
+                    expected = {other: loss for other, loss in expected.items() if other < number}
+            else:
+                log = PrunedSteps(root)
+            path = root / FILE_NAME
+            states[path.stat().st_size if path.exists() else 0] = dict(expected)
+            assert losses_of(root) == expected
     content = path.read_bytes() if works and path.exists() else b""
     cut = data.draw(st.integers(0, len(content)))
     (root / FILE_NAME).write_bytes(content[:cut])
