@@ -223,6 +223,17 @@ def test_values_of_a_table_are_short_and_json() -> None:
     assert json.loads(data_json({"t": table.json}))["t"]["rows"] == [[1.2346, "inf", None, None, [-1, 2, 0, 3, "01z"]]]
 
 
+def test_curves_that_hide_each_other_take_turns() -> None:
+    points = [(step, 4.0 / (step + 1)) for step in range(20)]
+    other = [(step, 5.0 / (step + 1)) for step in range(20)]
+    curves = [Curve(name, "good", own) for name, own in zip("abcd", (points, other, points, points), strict=True)]
+    lines = [
+        shape for shape in chart("loss", curves).canvas.shapes if isinstance(shape, Line) and shape.name == "curve"
+    ]
+    assert [line.dashes for line in lines] == [(7, 14, 0), None, (7, 14, 7), (7, 14, 14)]
+    assert "stroke-dasharray:7 14;stroke-dashoffset:-7" in chart("loss", curves).svg
+
+
 def drawn_chart(*points: tuple[float, float]) -> Any:
     return chart("loss", [Curve("train", "good", [*points])])
 

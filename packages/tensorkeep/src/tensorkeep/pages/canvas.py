@@ -63,12 +63,18 @@ class Line:
     width: float = 1.0
     fill: str = ""
     name: str = ""  # class of the element, for styles and scripts of the page
+    dashes: tuple[float, float, float] | None = (
+        None  # length of a dash, of a gap, and of the gap at the start; in pages
+    )
 
     def svg(self, colours: dict[str, str]) -> str:
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in self.points) + ("Z" if self.fill else "")
         named = f'class="{self.name}" ' if self.name else ""
         fill = colours[self.fill] if self.fill else "none"
         style = f"fill:{fill};stroke:{colours[self.stroke]};stroke-width:{self.width:g}"
+        if self.dashes:
+            dash, gap, start = self.dashes
+            style += f";stroke-dasharray:{dash:g} {gap:g};stroke-dashoffset:{-start:g}"
         return f'<path {named}d="{path}" style="{style}"/>'
 
 

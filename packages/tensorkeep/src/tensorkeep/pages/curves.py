@@ -12,6 +12,7 @@ WIDTH, HEIGHT = 440, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 26
 # Longer curves are drawn by the smallest and the largest value of so many parts, so that no peak is lost.
 _BUCKETS = 400
+_DASH = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +81,20 @@ def chart(title: str, curves: Sequence[Curve], *, by: str = "step") -> Chart | N
         canvas.add(Text(left - 6, y(value) + 3.5, text, 11, "faint", "end"))
     for step, text in steps:
         canvas.add(Text(x(step), HEIGHT - _BOTTOM + 16, text, 11, "faint", "middle"))
-    for curve in drawn:
-        points = [(x(step), y(value)) for step, value in _thinned(curve.points)]
-        canvas.add(Line(points, curve.colour, 1.6, name="curve"))
+    lines = [[(x(step), y(value)) for step, value in _thinned(curve.points)] for curve in drawn]
+    for curve, points in zip(drawn, lines, strict=True):
+        hidden = [other is points for other in lines if _coincide(points, other)]
+        # Curves that would hide each other take turns: all their colours are seen.
+        turn = _DASH, _DASH * (len(hidden) - 1), _DASH * hidden.index(True)
+        canvas.add(Line(points, curve.colour, 1.6, name="curve", dashes=turn if len(hidden) > 1 else None))
         if len(points) == 1:  # which a line does not show
             canvas.mark("circle", *points[0], curve.colour, size=2.5)
     return Chart(title, by, drawn, (left, right), canvas)
+
+
+def _coincide(one: Sequence[Point], other: Sequence[Point]) -> bool:
+    near = all(math.dist(a, b) < 1 for a, b in zip(one, other, strict=False))
+    return one is other or (len(one) == len(other) > 1 and near)
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
