@@ -176,6 +176,11 @@ def _legend(canvas: Canvas, entries: Sequence[tuple[str, str, str, str]], x: flo
         x += 18 + text_width(words) + 16
 
 
+def _scale_legend(canvas: Canvas) -> None:
+    # The colours of a heat map, above the footnote.
+    _legend(canvas, [("bar", colour, "", word) for colour, word in GAIN_LEGEND], y=canvas.height - 34)
+
+
 def _footnote(canvas: Canvas, *sentences: str) -> None:
     for place, sentence in enumerate(sentences):
         y = canvas.height - 8 - 16 * (len(sentences) - 1 - place)
@@ -213,7 +218,6 @@ def _why_missing(results: Results, arm: str) -> str:
 # Saving, loading and size, the improvement, and a heat map of the impact
 
 _COLOURS = {"helps": "good", "hurts": "bad"}
-_SCALE = "Grey: not decided, or about the same. Blue: better, orange: worse, stronger from 1.25x, 2x and 4x."
 _NO_VERDICT = "not decided, or about the same"
 _ARROW = " Arrow: goes on beyond the axis."
 DrawPanel = Callable[[Panel, Results, list[Arm]], None]
@@ -253,7 +257,7 @@ def _arm_figure(results: Results, rows: Sequence[Sequence[tuple[str, DrawPanel]]
     words = {"base": "baseline", "good": "better", "bad": "worse", "neutral": _NO_VERDICT}
     _legend(canvas, [("bar", colour, "", word) for colour, word in words.items()])
     if with_heat_map:
-        _legend(canvas, [("bar", colour, "", word) for colour, word in GAIN_LEGEND], y=canvas.height - 36)
+        _scale_legend(canvas)
     note = "Dot: mean; whisker: \u00b1 1 standard deviation; circle: one run."
     _footnote(canvas, note + _ARROW * cut + _left_out(results))
     return canvas
@@ -534,7 +538,9 @@ def effects(results: Results) -> Canvas:
     text = (
         "Gain from a factor's first level to its last; pairs: measured over the product of the two. Line: 95% interval."
     )
-    return _stacked(results, found, lambda rows: max(len(rows) * _ROW, len(factors) * 30.0), draw, text, _SCALE)
+    canvas = _stacked(results, found, lambda rows: max(len(rows) * _ROW, len(factors) * 30.0), draw, "", text)
+    _scale_legend(canvas)
+    return canvas
 
 
 def _draw_factor_map(panel: Panel, rows: list[Effect], factors: list[str]) -> None:
