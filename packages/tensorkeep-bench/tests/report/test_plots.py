@@ -125,7 +125,7 @@ def test_extreme_gains_are_clipped(tmp_path: Path) -> None:
     assert len(arrows) == 4 * 2 + 1
     assert all(0 <= x <= canvas.width for shape in canvas.shapes if isinstance(shape, Line) for x, _ in shape.points)
     assert "0.0005x" in words(canvas)
-    assert any("Arrow: goes on beyond the axis." in text for text in words(canvas))
+    assert any("Arrow: continues beyond the axis." in text for text in words(canvas))
     plain = plots.gains(read(four(missing=OFF), tmp_path))
     assert not any("Arrow" in text for text in words(plain))
 

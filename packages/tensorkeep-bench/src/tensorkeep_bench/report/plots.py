@@ -115,7 +115,7 @@ class Panel:
         self.canvas.mark(side or kind, self.axis.at(value), y, colour, fill, size)
 
     def whisker(self, low: float, high: float, y: float, colour: str, width: float, fill: str = "") -> None:
-        """Draw an interval. A cap shows an end; an arrow shows that the interval goes on beyond the axis."""
+        """Draw an interval. A cap shows an end; an arrow shows that the interval continues beyond the axis."""
         if self.axis.cuts(low) == "right" or self.axis.cuts(high) == "left":
             return  # its value has an arrow
         self.canvas.add(Line([(self.axis.at(low), y), (self.axis.at(high), y)], colour, width))
@@ -154,7 +154,7 @@ def _name_width(names: Sequence[str], length: int = NAME_LENGTH) -> float:
     return _MARGIN + 10 + max((text_width(clipped(name, length)) for name in names), default=0.0)
 
 
-def _label_room(labels: Iterable[str]) -> float:
+def _label_width(labels: Iterable[str]) -> float:
     # On the right of an axis, for the label of the largest value.
     return 12 + max((text_width(label, _SMALL) for label in labels), default=0.0)
 
@@ -219,7 +219,7 @@ def _why_missing(results: Results, arm: str) -> str:
 
 _COLOURS = {"helps": "good", "hurts": "bad"}
 _NO_VERDICT = "not decided, or about the same"
-_ARROW = " Arrow: goes on beyond the axis."
+_ARROW = " Arrow: continues beyond the axis."
 DrawPanel = Callable[[Panel, Results, list[Arm]], None]
 
 
@@ -276,9 +276,9 @@ def _draw_amounts(panel: Panel, results: Results, arms: list[Arm], measure: Meas
     """Draw dots, not bars: the length of a bar means something only on a linear axis from 0."""
     scale = scale_of(results, measure)
     found = {arm.name: values for arm in arms if (values := scale.values(results, arm.name))}
-    room = _label_room(number(describe(runs).mean) for runs in found.values())
+    label_width = _label_width(number(describe(runs).mean) for runs in found.values())
     every = [end for runs in found.values() for end in (*runs, *_deviation(runs))]
-    axis = amount_axis(_kept(measure, every), panel.left, panel.right - room)
+    axis = amount_axis(_kept(measure, every), panel.left, panel.right - label_width)
     words = {"s": "seconds", "ms": "milliseconds"}.get(scale.unit, scale.unit)
     panel.set_axis(axis, label=words + ", log scale" * axis.log)
     for row, arm in enumerate(arms):
@@ -322,8 +322,8 @@ def _draw_improvements(panel: Panel, results: Results, arms: list[Arm], measures
     """
     found = [[results.statistics(arm.name, measure.name) for measure in measures] for arm in arms]
     gains = [one.gain for row in found for one in row if one.gain and one.gain > 0]
-    room = _label_room(percent(one.change_percent) for row in found for one in row)
-    panel.set_axis(_gain_axis(gains, panel.left, panel.right - room), suffix="x", label="gain, log scale")
+    label_width = _label_width(percent(one.change_percent) for row in found for one in row)
+    panel.set_axis(_gain_axis(gains, panel.left, panel.right - label_width), suffix="x", label="gain, log scale")
     panel.rule(1)
     several = len(measures) > 1
     height = panel.row * (0.84 / len(measures) if several else 0.64)
@@ -495,7 +495,7 @@ def _draw_waterfall(panel: Panel, changes: list[str], steps: Mapping[str, StackS
     known = [step for step in steps.values() if step.gain_from_base and step.gain_from_base > 0]
     labels = {one.change: f"{gain(one.gain_from_base)} ({gain(one.gain_from_previous)})" for one in known}
     totals = [step.gain_from_base or 1.0 for step in known]
-    panel.set_axis(_gain_axis(totals, panel.left, panel.right - _label_room(labels.values())), suffix="x")
+    panel.set_axis(_gain_axis(totals, panel.left, panel.right - _label_width(labels.values())), suffix="x")
     panel.rule(1)
     before = 1.0
     for row, change in enumerate(changes):
