@@ -78,3 +78,30 @@ def test_without_into_the_states_are_what_torch_and_numpy_take(tmp_path: Path) -
 def test_the_generator_of_the_system_has_no_state(tmp_path: Path) -> None:
     with pytest.raises(tensorkeep.UnsupportedLeafError, match="SystemRandom"):
         tensorkeep.save({"noise": random.SystemRandom()}, tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("generator", "change"),
+    [
+        (np.random.Generator(np.random.MT19937(1)), lambda state: state["state"].update(pos=10**8)),
+        (np.random.RandomState(1), lambda state: state["state"].update(pos=-1)),
+        (np.random.Generator(np.random.Philox(1)), lambda state: state.update(buffer_pos=-(10**8))),
+        (np.random.default_rng(1), lambda state: state["state"].update(state=-1)),
+    ],
+    ids=["MT19937", "RandomState", "Philox", "PCG64"],
+)
+def test_a_state_that_numpy_would_read_memory_for_is_refused(generator: Any, change: Any, tmp_path: Path) -> None:
+    tensorkeep.save({"noise": generator}, tmp_path / "a")
+    state = tensorkeep.load(tmp_path / "a")
+    change(state["noise"])
+    tensorkeep.save(state, tmp_path / "b")
+    with pytest.raises(tensorkeep.StateMismatchError, match=r"beyond 0 to|out of bounds"):
+        tensorkeep.load(tmp_path / "b", into={"noise": generator})
+
+
+def test_a_global_state_that_numpy_would_read_memory_for_is_refused(tmp_path: Path) -> None:
+    state = tensorkeep.RandomState().state_dict()
+    state["numpy"]["position"] = 10**8
+    tensorkeep.save({"rng": state}, tmp_path / "a")
+    with pytest.raises(tensorkeep.StateMismatchError, match="position 100000000 was saved, beyond 0 to 624"):
+        tensorkeep.load(tmp_path / "a", into={"rng": tensorkeep.RandomState()})

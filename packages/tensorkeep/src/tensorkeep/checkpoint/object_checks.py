@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 # What ``load_state_dict`` and ``check_state_dict`` raise about a state that does not fit.
-REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, OverflowError)
 
 # In the states of torch's own optimizers; other optimizers may factor (Adafactor) or project (GaLore) theirs.
 _SHAPED_LIKE_THE_PARAMETER = (

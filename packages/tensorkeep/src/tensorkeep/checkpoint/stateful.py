@@ -20,7 +20,7 @@ from tensorkeep.state.skeleton import (
     object_fields,
     refuse_per_rank,
 )
-from tensorkeep.state.stateful import PythonGenerator, Stateful, stateful
+from tensorkeep.state.stateful import MT19937_WORDS, PythonGenerator, Stateful, check_position, stateful
 
 
 def items(value: Any) -> list[tuple[Key, Any]] | None:
@@ -206,8 +206,9 @@ class RandomState:
         import torch
 
         self.check_state_dict(state)
-        PythonGenerator(random).load_state_dict(state["python"])
         numpy_state = state["numpy"]
+        check_position("position", numpy_state["position"], MT19937_WORDS)
+        PythonGenerator(random).load_state_dict(state["python"])
         np.random.set_state((numpy_state["kind"], numpy_state["keys"], numpy_state["position"], *numpy_state["gauss"]))
         if "torch" in state:
             torch.set_rng_state(state["torch"])

@@ -6,6 +6,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+# The lengths of the buffers in which numpy's generators have positions.
+MT19937_WORDS = 624
+_PHILOX_WORDS = 4
+
 
 class Stateful(Protocol):
     """What saves and loads ask of an object. It may also have ``check_state_dict``, which raises for a misfit."""
@@ -40,8 +44,13 @@ class _NumpyGenerator:
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         _check_same("bit_generator", type(self._bit_generator).__name__, state)
+        # Numpy does not check them, and reads beyond its buffer. The state may come from any file.
+        inner = state.get("state")
+        check_position("pos", inner.get("pos", 0) if isinstance(inner, dict) else 0, MT19937_WORDS)
+        check_position("buffer_pos", state.get("buffer_pos", 0), _PHILOX_WORDS)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state_dict(state)
         self._bit_generator.state = state
 
 
@@ -56,6 +65,7 @@ class _NumpyRandomState(_NumpyGenerator):
         return dict(self._generator.get_state(legacy=False))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state_dict(state)
         self._generator.set_state(state)
 
 
@@ -77,6 +87,12 @@ class PythonGenerator:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the state."""
         self._generator.setstate((state["version"], tuple(map(int, state["internal"])), state["gauss"]))
+
+
+def check_position(key: str, position: object, most: int) -> None:
+    """Raise ValueError if a generator's position in its buffer is outside of the buffer."""
+    if not (isinstance(position, int) and 0 <= position <= most):
+        raise ValueError(f"a generator with {key} {position!r} was saved, beyond 0 to {most}")
 
 
 def _check_same(key: str, own: object, state: Any) -> None:
