@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
 import tensorkeep
 from documentation.blocks import ROOT, blocks
@@ -256,6 +257,36 @@ def test_another_loader_is_refused_before_anything_changes(
     tensorkeep.save({"loader": tensorkeep.ResumableLoader(DataLoader(Plain(), 3))}, tmp_path / "a")
     with pytest.raises(tensorkeep.StateMismatchError, match=message):
         tensorkeep.load(tmp_path / "a", into={"loader": tensorkeep.ResumableLoader(make())})
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "message"),
+    [
+        (DataLoader(range(10), 2), DataLoader(range(20), 4), "samples 20 in the state, 10 saved"),
+        (DataLoader(Shuffled(), 2), DataLoader(Shuffled(), 4), "batch_size 4 in the state, 2 saved"),
+        (DataLoader(range(10), sampler=DistributedSampler(range(10), 1, 0)), DataLoader(range(10)), "set_epoch"),
+    ],
+    ids=["samples", "batch size of a stream", "sampler"],
+)
+def test_a_loader_of_other_batches_is_refused(
+    first: DataLoader, other: DataLoader, message: str, tmp_path: Path
+) -> None:
+    loader = tensorkeep.ResumableLoader(first)
+    next(iter(loader))
+    tensorkeep.save({"loader": loader}, tmp_path / "a")
+    with pytest.raises(tensorkeep.StateMismatchError, match=message):
+        tensorkeep.load(tmp_path / "a", into={"loader": tensorkeep.ResumableLoader(other)})
+
+
+def test_a_loop_does_not_go_on_after_a_restore_within_it() -> None:
+    loader = tensorkeep.ResumableLoader(DataLoader(range(6), 2))
+    state = loader.state_dict()
+    iterator = iter(loader)
+    next(iterator)
+    loader.load_state_dict(state)
+    with pytest.raises(tensorkeep.UsageError, match="leave the loop with break"):
+        next(iterator)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("reread", [False, True])

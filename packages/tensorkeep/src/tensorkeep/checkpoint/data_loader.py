@@ -79,6 +79,7 @@ class ResumableLoader:
         self._reread = not is_indexed or loader.num_workers > 0 if reread is None else reread
         self._start: dict[str, Any] | None = None  # all that the order of this epoch depends on, as it began
         self._restored: dict[str, Any] | None = None  # generators at the position where the next loop continues
+        self._loop: object = None  # the loop that the position belongs to
 
     def __repr__(self) -> str:
         return f"ResumableLoader(epoch={self.epoch}, batches={self.batches})"
@@ -96,9 +97,13 @@ class ResumableLoader:
             self.batches = 0
             self._start = {"random": _random_state(), "generators": self._generators(), "epochs": self._epochs()}
             iterator = iter(self.loader)
+        loop = self._loop = object()
         for batch in iterator:
             self.batches += 1
             yield batch
+            if self._loop is not loop:
+                text = "a loop over a ResumableLoader goes on after a restore, or after another loop has begun"
+                raise UsageError(text, remedy="leave the loop with break, and begin a new one")
         self.epoch, self.batches, self._start = self.epoch + 1, 0, None
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,11 +117,13 @@ class ResumableLoader:
         }
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise ValueError if the state was saved by a loader of another length, or with other generators."""
+        """Raise ValueError if the state was saved by a loader of other batches, or with other generators."""
         if not isinstance(state, dict) or "setup" not in state:
             raise ValueError("a ResumableLoader in the state, none saved")
         own = {**self._setup(), "generators": [*self._generators()]}
         saved = {**state["setup"], "generators": [*state["generators"]]}
+        if state["start"] is not None:
+            own["set_epoch() of"], saved["set_epoch() of"] = [*self._epochs()], [*state["start"]["epochs"]]
         for key, value in own.items():
             # Batches of indices are the same for any number of workers.
             if value != saved[key] and (key != "num_workers" or self._reread):
@@ -126,7 +133,7 @@ class ResumableLoader:
         """Continue at a saved position with the next loop; raises as `check_state_dict`."""
         self.check_state_dict(state)
         self.epoch, self.batches, self._start = state["epoch"], state["batches"], state["start"]
-        self._restored = state["generators"]
+        self._restored, self._loop = state["generators"], None
         self._set_generators(self._restored)
 
     def _continue(self, start: dict[str, Any], restored: dict[str, Any]) -> Iterator[Any]:
@@ -168,11 +175,12 @@ class ResumableLoader:
         raise StateMismatchError(text, remedy="use the dataset and the sampler that the state was saved with")
 
     def _setup(self) -> dict[str, Any]:
-        try:
-            length: int | None = len(self.loader)
-        except TypeError:  # of an iterable dataset
-            length = None
-        return {"length": length, "num_workers": self.loader.num_workers}
+        return {
+            "length": _length(self.loader),
+            "samples": _length(self.loader.sampler),
+            "batch_size": self.loader.batch_size,
+            "num_workers": self.loader.num_workers,
+        }
 
     def _owners(self) -> dict[str, Any]:
         """The objects that decide on the order of the samples."""
@@ -230,6 +238,13 @@ class _Remaining:
     def __next__(self) -> Any:
         self.skip()
         return next(self._items)
+
+
+def _length(value: Any) -> int | None:
+    try:
+        return len(value)
+    except TypeError:  # of an iterable dataset
+        return None
 
 
 def _random_state() -> dict[str, Any]:
