@@ -50,6 +50,21 @@ def test_other_names_are_refused(tmp_path: Path, name: str) -> None:
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("files", [7, "config.json", [("config.json", CONFIG)], {"config.json": "\ud800"}])
+def test_what_is_no_mapping_of_texts_is_refused(tmp_path: Path, files: object) -> None:
+    with pytest.raises(tensorkeep.UsageError, match=r"give contents by name|give its bytes"):
+        tensorkeep.save(STATE, tmp_path / "saved", files=files)
+
+
+def test_the_files_are_those_of_the_call(tmp_path: Path) -> None:
+    files = {"config.json": CONFIG}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": torch.ones(1_000_000)}, files=files)
+        files |= {"config.json": "later", "../notes.json": "outside"}
+    assert (tmp_path / "step-000001" / "config.json").read_text() == CONFIG
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
 @pytest.mark.parametrize("incremental", [False, True])
 def test_steps_with_files_are_replaced_when_damaged_and_deleted(tmp_path: Path, incremental: bool) -> None:
     with CheckpointManager(tmp_path, incremental=incremental) as manager:

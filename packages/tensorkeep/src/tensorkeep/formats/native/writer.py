@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, PartKey, StagedWrite, WriteResult, WriteSettings
@@ -55,7 +57,11 @@ class NativeOptions(layout.BlockFileOptions, frozen=True):
     files: Any = None
 
     def __post_init__(self) -> None:
-        for name, content in dict(self.files or {}).items():
+        if not isinstance(self.files, Mapping | None):
+            text = f"`files` is of type {type(self.files).__name__}"
+            raise UsageError(text, remedy='give contents by name, as {"config.json": TEXT}')
+        files: dict[str, bytes] = {}
+        for name, content in (self.files or {}).items():
             if not (isinstance(name, str) and re.fullmatch(manifests.ATTACHED_NAMES, name)):
                 remedy = "attach what from_pretrained reads, such as config.json; put other values into the state"
                 raise UsageError(f"the file {name!r} cannot be attached to a checkpoint", remedy=remedy)
@@ -63,6 +69,12 @@ class NativeOptions(layout.BlockFileOptions, frozen=True):
                 raise UsageError(
                     f"the content of {name} is of type {type(content).__name__}", remedy="give str or bytes"
                 )
+            try:
+                files[name] = content.encode() if isinstance(content, str) else content
+            except UnicodeEncodeError as error:
+                raise UsageError(f"the content of {name} is not text: {error}", remedy="give its bytes") from None
+        # The caller may change the mapping while a save runs in the background.
+        msgspec.structs.force_setattr(self, "files", files or None)
         if self.base is not None and self.incremental is False:
             raise UsageError("a save with a base is incremental", remedy="leave out incremental=False, or the base")
         if not (self.base is None or callable(self.base) or isinstance(self.base, str | os.PathLike)):
@@ -186,9 +198,8 @@ class NativeWrite(StagedWrite):
         return WrittenFiles(files, records + shared, numbers, path if used else None, refused)
 
     def _attach_files(self, directory: Path, save_id: str) -> Iterator[manifests.FileRecord]:
-        for name, content in dict(self._options.files or {}).items():
-            encoded = content.encode() if isinstance(content, str) else content
-            yield _write_whole(directory, object_name(name, save_id), encoded)
+        for name, content in (self._options.files or {}).items():
+            yield _write_whole(directory, object_name(name, save_id), content)
 
     def _write_files(self, directory: Path, base: BaseCheckpoint | None, save_id: str) -> list[data_files.DataFile]:
         settings, options = self._settings, self._options
