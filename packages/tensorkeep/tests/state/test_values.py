@@ -5,7 +5,7 @@ import dataclasses
 import datetime
 import enum
 import uuid
-from collections import deque
+from collections import OrderedDict, deque
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,12 @@ def test_a_reader_that_lacks_them_names_the_version(
     assert tensorkeep.load(tmp_path / "old").keys() == {"w"}
     with pytest.raises(tensorkeep.UnsupportedError, match="install a later Tensorkeep"):
         tensorkeep.load(tmp_path / "new")
+
+
+def test_a_value_in_the_attribute_of_an_ordered_dict_counts() -> None:
+    state: OrderedDict[str, Any] = OrderedDict(w=1)
+    state._metadata = {"folder": Path("data")}
+    assert has_later_nodes(flatten({"model": state}).skeleton)
 
 
 def test_tensors_in_a_deque_are_filled_in_place(tmp_path: Path) -> None:

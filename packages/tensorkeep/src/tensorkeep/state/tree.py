@@ -248,9 +248,12 @@ _LATER = ("path", "datetime", "date", "time", "timedelta", "slice", "deque")
 
 
 def has_later_nodes(skeleton: object) -> bool:
-    return node_tag(skeleton) in _LATER or any(
-        has_later_nodes(child) for _, child in child_nodes(skeleton) or () if isinstance(child, dict | list)
-    )
+    if node_tag(skeleton) in _LATER:
+        return True
+    inside = [child for _, child in child_nodes(skeleton) or ()]
+    if isinstance(skeleton, dict):
+        inside.append(skeleton.get("_metadata"))
+    return any(has_later_nodes(child) for child in inside if isinstance(child, dict | list))
 
 
 def child_nodes(node: Any) -> list[tuple[Any, Any]] | None:
