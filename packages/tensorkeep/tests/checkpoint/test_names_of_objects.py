@@ -146,3 +146,40 @@ def test_dcp_finds_the_optimizer_by_its_own_names(tmp_path: Path) -> None:
     torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "a", no_dist=True)
     first = next(iter(model.parameters()))
     assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], optimizer.state[first]["exp_avg"])
+
+
+class OwnModule(torch.nn.Module):
+    """``weight`` and ``module.weight``: the names of a wrapped module and of its wrapper, and here two tensors."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(2, 2, bias=False)
+        self.weight = torch.nn.Parameter(torch.full((2, 2), value))
+        torch.nn.init.constant_(self.module.weight, value + 1)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("save_wrap", WRAPS[:3])
+def test_an_attribute_named_module_in_a_wrapper(save_wrap: Wrap, wrap: Wrap, strict: bool, tmp_path: Path) -> None:
+    tensorkeep.save({"model": save_wrap(OwnModule(1.0))}, tmp_path / "a")
+    own = OwnModule(5.0)
+    tensorkeep.load(tmp_path / "a", into={"model": wrap(own)}, strict=strict)
+    assert [own.weight[0, 0].item(), own.module.weight[0, 0].item()] == [1.0, 2.0]
+
+
+def test_a_wrapped_module_in_two_places_is_unwrapped_in_both() -> None:
+    model = torch.nn.Module()
+    model.first = model.second = compiled(torch.nn.Linear(2, 2, bias=False))
+    assert flat_state({"model": model}).parts.keys() == {"model.first.weight", "model.second.weight"}
+
+
+def test_parameters_of_the_same_name_keep_their_numbers(tmp_path: Path) -> None:
+    models = {"a.b": torch.nn.Linear(2, 2, bias=False), "a": {"b": torch.nn.Linear(2, 2, bias=False)}}
+    parameters = [*models["a.b"].parameters(), *models["a"]["b"].parameters()]
+    optimizer = torch.optim.SGD(parameters, momentum=0.9)
+    sum(parameter.sum() for parameter in parameters).backward()
+    optimizer.step()
+    tensorkeep.save({"models": models, "optimizer": optimizer}, tmp_path / "a")
+    with tensorkeep.open(tmp_path / "a") as checkpoint:
+        assert "optimizer.state.1.momentum_buffer" in checkpoint

@@ -51,7 +51,7 @@ from tensorkeep.state import names
 from tensorkeep.state.aliases import find_aliases, full_view, sharing_conflict
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Leaf
-from tensorkeep.state.modules import unwrapped
+from tensorkeep.state.modules import WRAPPERS, names_without_wrappers, unwrapped
 from tensorkeep.state.names import Key, KeyPath, display, select
 from tensorkeep.state.sharded import ShardedLeaf, is_dtensor
 from tensorkeep.state.skeleton import SkeletonWriter, StateLeaf
@@ -266,8 +266,14 @@ def _module_as_saved(
     # All names are in the checkpoint: the usual case.
     if not isinstance(state, dict) or not isinstance(saved, dict) or state.keys() <= saved.keys():
         return given
-    found = {key: key for key in state if key in saved}
-    own, theirs = (_by_unwrapped(each) for each in (state, [key for key in saved if key not in state]))
+    names = {key: key for key in state}
+    # A save leaves the wrappers out. With an attribute ``module`` of the user, the other names may be names, too.
+    if not all(isinstance(key, str) and key.partition(".")[0] in WRAPPERS for key in saved):
+        bare = names_without_wrappers(given.value, state)
+        names = max(names, bare, key=lambda each: sum(name in saved for name in each.values()))
+    found = {key: name for key, name in names.items() if name in saved}
+    taken = {*found.values()}
+    own, theirs = (_by_unwrapped(each) for each in (state, [key for key in saved if key not in taken]))
     found |= {key: theirs[name] for name, key in own.items() if key not in found and name in theirs}
     if found.keys() != state.keys():
         # Many tools write a tied weight under one of its names only.

@@ -2,7 +2,7 @@
 
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tensorkeep.state.names import KeyPath, display
@@ -24,10 +24,7 @@ def without_wrappers(module: "torch.nn.Module", state: Any) -> Any:
     prefixes = _wrapper_prefixes(module)
     if not prefixes or not isinstance(state, dict):
         return state
-    names = {key: _strip(key, prefixes) if isinstance(key, str) else key for key in state}
-    # A state_dict() of the user may have left the prefixes out, and have such names of its own.
-    if len({*names.values()}) < len(names):
-        return state
+    names = names_without_wrappers(module, state)
     renamed = OrderedDict((names[key], value) for key, value in state.items())
     versions = getattr(state, "_metadata", None)
     if versions is not None:
@@ -35,6 +32,14 @@ def without_wrappers(module: "torch.nn.Module", state: Any) -> Any:
         own = {_strip(f"{key}.", prefixes).removesuffix("."): version for key, version in versions.items()}
         vars(renamed)["_metadata"] = OrderedDict(own)
     return renamed
+
+
+def names_without_wrappers(module: "torch.nn.Module", keys: Collection[Any]) -> dict[Any, Any]:
+    """The names that keys of ``module.state_dict()`` have without its wrappers, by key."""
+    prefixes = _wrapper_prefixes(module)
+    names = {key: _strip(key, prefixes) if isinstance(key, str) else key for key in keys}
+    # A state_dict() of the user may have left the prefixes out, and have such names of its own.
+    return names if len({*names.values()}) == len(names) else {key: key for key in keys}
 
 
 def parameter_names(optimizer: "torch.optim.Optimizer", modules: Mapping[KeyPath, "torch.nn.Module"]) -> Sequence[str]:
@@ -52,7 +57,9 @@ def parameter_names(optimizer: "torch.optim.Optimizer", modules: Mapping[KeyPath
         return ()
     named = [found[each] for each in parameters]
     is_one_module = len({path for path, _ in named}) == 1
-    return [name if is_one_module else f"{display(path)}.{name}" for path, name in named]
+    names = [name if is_one_module else f"{display(path)}.{name}" for path, name in named]
+    # ``b.weight`` of the module ``a`` and ``weight`` of the module ``a.b``.
+    return names if len({*names}) == len(names) else ()
 
 
 def _wrapper_prefixes(module: "torch.nn.Module") -> list[str]:
@@ -68,7 +75,7 @@ def _wrapper_prefixes(module: "torch.nn.Module") -> list[str]:
         wrappers.append((compiler.OptimizedModule, "_orig_mod"))
     found = [
         f"{name}.{attribute}." if name else f"{attribute}."
-        for name, each in module.named_modules()
+        for name, each in module.named_modules(remove_duplicate=False)
         for kind, attribute in wrappers
         if isinstance(each, kind)
     ]
