@@ -206,3 +206,53 @@ def test_an_unregistered_class_names_the_remedy() -> None:
         flatten({"value": Plain()})
     with pytest.raises(tensorkeep.UnsupportedLeafError, match="code cannot be saved"):
         flatten({"value": enum.auto})
+
+
+class Sheet:
+    """A class that is saved by functions, and holds a tensor and a generator."""
+
+    def __init__(self, rows: torch.Tensor, generator: torch.Generator) -> None:
+        self.rows, self.generator = rows, generator
+
+
+def test_objects_with_functions_load_into_a_state(tmp_path: Path) -> None:
+    tensorkeep.register(
+        Sheet,
+        to_state=lambda table: {"rows": table.rows, "generator": table.generator},
+        # Of tensors, also while the state is compared.
+        from_state=lambda state: Sheet(state["rows"].clone(), state["generator"]),
+    )
+
+    class Holder:
+        table = Sheet(torch.zeros(3), torch.Generator())
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"table": self.table}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.table = state["table"]
+
+    first, other = Holder(), Holder()
+    first.table = Sheet(torch.ones(3), torch.Generator().manual_seed(5))
+    state = {
+        "table": Sheet(torch.arange(3.0), torch.Generator().manual_seed(7)),
+        "holder": first,
+        "part": Fraction(1, 3),
+    }
+    tensorkeep.save(state, tmp_path / "a")
+    into = {"table": Sheet(torch.zeros(3), torch.Generator()), "holder": other, "part": Fraction(0)}
+    loaded = tensorkeep.load(tmp_path / "a", into=into)
+    assert loaded["part"] == Fraction(1, 3)
+    assert torch.equal(loaded["table"].rows, torch.arange(3.0))
+    assert loaded["table"].generator is into["table"].generator
+    assert loaded["table"].generator.initial_seed() == 7
+    assert torch.equal(other.table.rows, torch.ones(3))
+
+
+@pytest.mark.parametrize("into", [None, {"part": Fraction(0)}])
+def test_what_a_function_does_not_take_names_the_file(into: Any, tmp_path: Path) -> None:
+    tensorkeep.register(Fraction, to_state=lambda part: "1/0", from_state=Fraction)
+    tensorkeep.save({"part": Fraction(1)}, tmp_path / "a")
+    tensorkeep.register(Fraction, to_state=str, from_state=Fraction)
+    with pytest.raises(tensorkeep.UnsupportedError, match="a: `from_state` of fractions:Fraction does not take"):
+        tensorkeep.load(tmp_path / "a", into=into)

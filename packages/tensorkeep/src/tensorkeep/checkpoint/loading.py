@@ -24,6 +24,7 @@ from tensorkeep.checkpoint.stateful import (
     for_rank,
     is_below,
     load_objects,
+    made,
     unwrap_states,
     value_at,
     with_values_at,
@@ -212,14 +213,20 @@ class _IntoState:
         self._check_tied(values)
         saved = {**self._match.saved_tensors, **values}
         as_given = saved.keys() - (values.keys() & self._match.new)
-        self._load_first(rebuild(self._reader, skeleton, saved, as_given=as_given))
+        self._load_first(rebuild(self._reader, skeleton, saved, as_given=as_given, makes_objects=False))
         self._tensors_read = True
         self._plan.read(threads, pool, _offset_progress(progress, self._first_plan.nbytes, total))
         values |= self._plan.values()
         if values.keys() != self._reader.entries.keys():
             skeleton = prune(skeleton, values.keys(), placeholders=True)
-        saved = rebuild(self._reader, skeleton, values, as_given=values.keys() - self._match.new)
-        loaded = load_objects(self._state, saved, self._load)
+        as_given = values.keys() - self._match.new
+        saved = rebuild(self._reader, skeleton, values, as_given=as_given, makes_objects=False)
+        try:
+            loaded = made(load_objects(self._state, saved, self._load))
+        except UnsupportedError as error:
+            if error.path is not None:
+                raise
+            raise UnsupportedError(error.message, path=self._reader.path, remedy=error.remedy) from error
         self._match.warn_of_skipped()
         warn_of_placeholders(self._reader, skeleton)
         # Each `PerRank` with its loaded value; as it was given where the checkpoint has none of this rank.

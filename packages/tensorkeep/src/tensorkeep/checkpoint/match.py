@@ -319,10 +319,17 @@ def tied_with(name: str, leaves: Mapping[str, StateLeaf]) -> list[str]:
 _MOST_NAMED = 5
 
 
-def rebuild(reader: Reader, skeleton: object, values: Mapping[str, Any], *, as_given: Collection[str]) -> Any:
+def rebuild(
+    reader: Reader,
+    skeleton: object,
+    values: Mapping[str, Any],
+    *,
+    as_given: Collection[str],
+    makes_objects: bool = True,
+) -> Any:
     """Raises CorruptCheckpointError if a value cannot be rebuilt; UnsupportedError for an unknown class."""
     try:
-        return unflatten(skeleton, values, as_is=as_given)
+        return unflatten(skeleton, values, as_is=as_given, makes_objects=makes_objects)
     except UnsupportedError as error:
         raise UnsupportedError(error.message, path=reader.path, remedy=error.remedy) from None
     # The skeleton comes from a file: any value in it may be out of range for its type.
@@ -581,7 +588,9 @@ class StateMatch:
             name: SavedTensor(name, reader.leaf_specs[name].kind, entry) for name, entry in reader.entries.items()
         }
         self.skeleton = nested_like(reader.flat.skeleton, state)
-        self._saved = saved = rebuild(reader, self.skeleton, self.saved_tensors, as_given=self.saved_tensors)
+        self._saved = saved = rebuild(
+            reader, self.skeleton, self.saved_tensors, as_given=self.saved_tensors, makes_objects=False
+        )
         paths = {tensor.name: path for path, tensor in paths_to(saved, SavedTensor)}
         self._saved_paths = {name: paths.get(name, ()) for name in reader.entries}
         given = self._leaves_of(state)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tensorkeep.checkpoint.stateful import StatefulObject, items, paths_to, with_items
+from tensorkeep.checkpoint.stateful import StatefulObject, items, made, paths_to, with_items
 from tensorkeep.errors import PathLike, TensorkeepError, UnsupportedLeafError
 from tensorkeep.formats.base import Entry
 from tensorkeep.state.leaf import LeafKind, allocate
@@ -219,7 +219,7 @@ def refusals(value: Any, saved: Any) -> Iterator[tuple[KeyPath, str]]:
     torch = sys.modules.get("torch")
     if has_check(value):
         try:
-            value.check_state_dict(_without_data(saved))
+            value.check_state_dict(made(_without_data(saved)))
         except TensorkeepError as error:
             yield (), error.message
         except REFUSALS as error:

@@ -14,10 +14,12 @@ from tensorkeep.ranks.group import RankCoordinator
 from tensorkeep.state.names import Key, KeyPath
 from tensorkeep.state.skeleton import (
     PerRank,
+    Unmade,
     check_depth,
     is_namedtuple,
     make_object,
     object_fields,
+    object_with,
     refuse_per_rank,
 )
 from tensorkeep.state.stateful import MT19937_WORDS, PythonGenerator, Stateful, check_position, stateful
@@ -49,7 +51,7 @@ def with_items(value: Any, found: Mapping[Key, Any]) -> Any:
     if is_namedtuple(type(value)):
         return value._make(found.values())
     if object_fields(value) is not None:
-        return make_object(type(value), {str(field): item for field, item in found.items()})
+        return object_with(value, {str(field): item for field, item in found.items()})
     made = type(value)(found)
     # torch's `_metadata` is an attribute of the dict.
     if type(value) is OrderedDict:
@@ -59,7 +61,7 @@ def with_items(value: Any, found: Mapping[Key, Any]) -> Any:
 
 def container_kind(value: Any) -> str | None:
     """ "dict", "list", or the name of a named tuple or dataclass; None if the value is not a container."""
-    kind = type(value)
+    kind = value.cls if type(value) is Unmade else type(value)
     if kind in (dict, OrderedDict, Counter):
         return "dict"
     if kind in (list, tuple, deque):
@@ -142,11 +144,22 @@ def unwrap_states(state: Any) -> Any:
     return state if found is None else with_items(state, {key: unwrap_states(item) for key, item in found})
 
 
+def made(state: Any) -> Any:
+    """Make the objects that are `Unmade`, the inner ones first. Raises UnsupportedError."""
+    found = items(state)
+    if found is None:
+        return state
+    inside = {key: made(item) for key, item in found}
+    if type(state) is Unmade:
+        return make_object(state.cls, {str(key): item for key, item in inside.items()})
+    return state if all(inside[key] is item for key, item in found) else with_items(state, inside)
+
+
 def load_objects(state: Any, loaded: Any, load: LoadObject, path: KeyPath = ()) -> Any:
     """Load its state into each wrapped object; return the loaded state with the objects in it."""
     if isinstance(state, StatefulObject):
         # Inner objects first: they are in the state that the outer one is given.
-        load(path, state, load_objects(state.state, loaded, load, path))
+        load(path, state, made(load_objects(state.state, loaded, load, path)))
         return state.value
     given, found = items(state), items(loaded)
     if given is None or found is None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
-from tensorkeep.errors import UnsupportedError, UnsupportedLeafError, UsageError
+from tensorkeep.errors import TensorkeepError, UnsupportedError, UnsupportedLeafError, UsageError
 from tensorkeep.placeholder import Placeholder
 from tensorkeep.state.leaf import LEAF_KINDS, MOST_DIMENSIONS, Array, Leaf, LeafKind
 from tensorkeep.state.modules import parameter_names, without_wrappers
@@ -118,9 +118,19 @@ def _attributes_refused(cls: type) -> str | None:
     return None if hasattr(instance, "__dict__") or _slots(cls) else "it has no attributes"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unmade:
+    """An object of a class with `from_state`, before that is called: the tensors of its state may not be read yet."""
+
+    cls: type
+    state: Any
+
+
 def object_fields(value: Any) -> dict[str, Any] | None:
     """The contents of an instance of a registered class, by attribute; None for enums, named tuples, other values."""
     cls = type(value)
+    if cls is Unmade:
+        return {_CONVERTED: value.state}
     if cls not in _NAMES or is_namedtuple(cls) or issubclass(cls, enum.Enum):
         return None
     if cls in _CONVERTERS:
@@ -135,9 +145,15 @@ def object_fields(value: Any) -> dict[str, Any] | None:
 def make_object(cls: type, fields: Mapping[str, Any]) -> Any:
     """An instance of a registered class with some contents; UnsupportedError if they do not fit the class."""
     if cls in _CONVERTERS:
-        if [*fields] != [_CONVERTED]:
-            raise UnsupportedError(f"{_NAMES[cls]} was saved without `to_state`", remedy=_AS_SAVED)
-        return _CONVERTERS[cls][1](fields[_CONVERTED])
+        state = unmade(cls, fields).state
+        try:
+            return _CONVERTERS[cls][1](state)
+        except (TensorkeepError, MemoryError):
+            raise
+        # The state may come from any file, and the function may raise anything.
+        except Exception as error:
+            text = f"`from_state` of {_NAMES[cls]} does not take what was saved: {error!r}"
+            raise UnsupportedError(text, remedy=_AS_SAVED) from error
     instance: Any = object.__new__(cls)
     slots = _slots(cls)
     for field, value in fields.items():
@@ -149,6 +165,18 @@ def make_object(cls: type, fields: Mapping[str, Any]) -> Any:
         else:
             raise UnsupportedError(f"{_NAMES[cls]} has no attribute {field}", remedy=_AS_SAVED)
     return instance
+
+
+def object_with(value: Any, fields: Mapping[str, Any]) -> Any:
+    """The same object with other contents; `Unmade` if it has a `from_state`."""
+    cls = value.cls if type(value) is Unmade else type(value)
+    return unmade(cls, fields) if cls in _CONVERTERS else make_object(cls, fields)
+
+
+def unmade(cls: type, fields: Mapping[str, Any]) -> Unmade:
+    if [*fields] != [_CONVERTED]:
+        raise UnsupportedError(f"{_NAMES[cls]} was saved without `to_state`", remedy=_AS_SAVED)
+    return Unmade(cls, fields[_CONVERTED])
 
 
 def _slots(cls: type) -> list[str]:
@@ -312,12 +340,18 @@ class LeafSpec(NamedTuple):
 
 
 class SkeletonReader:
-    """Decodes one skeleton; without ``values``, only checks it. Values of ``as_is`` are used unchanged."""
+    """Decodes one skeleton; without ``values``, only checks it. Values of ``as_is`` are used unchanged.
 
-    def __init__(self, values: Mapping[str, Array] | None, *, as_is: Collection[str] = ()) -> None:
+    Without ``makes_objects``, objects of classes with `from_state` are `Unmade`.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Array] | None, *, as_is: Collection[str] = (), makes_objects: bool = True
+    ) -> None:
         self.leaf_specs: dict[str, LeafSpec] = {}
         self._values = values
         self._as_is = as_is
+        self._makes_objects = makes_objects
         self._finished: dict[tuple[int, LeafSpec], tuple[Array, Any]] = {}
 
     def decode(self, node: object, depth: int = 0) -> Any:
@@ -409,7 +443,9 @@ class SkeletonReader:
         if names is not None and set(values) != set(names):
             text = f"{name} has the fields {', '.join(names)}, but was saved with {', '.join(values)}"
             raise UnsupportedError(text, remedy=_AS_SAVED)
-        return cls._make(values[field] for field in cls._fields) if is_namedtuple(cls) else make_object(cls, values)
+        if is_namedtuple(cls):
+            return cls._make(values[field] for field in cls._fields)
+        return unmade(cls, values) if cls in _CONVERTERS and not self._makes_objects else make_object(cls, values)
 
     def _enum(self, body: object, depth: int) -> Any:
         name, member = _pair(body)
@@ -627,6 +663,9 @@ class SkeletonWriter:
         self.leaves.append(StateLeaf(path, leaf, value, node))
         return node
 
+    def _unmade(self, value: Unmade, path: KeyPath) -> dict[str, Any]:
+        return {"object": [_NAMES[value.cls], self._fields([(_CONVERTED, value.state)], path)]}
+
     def _path(self, value: Path, path: KeyPath) -> dict[str, str]:
         return {"path": self._text(value.as_posix(), path)}
 
@@ -820,6 +859,7 @@ _ENCODERS: dict[type, Callable[[SkeletonWriter, Any, KeyPath], Any]] = {
     OrderedDict: SkeletonWriter._ordered,
     deque: lambda writer, value, path: {"deque": [value.maxlen, writer._list(value, path)]},
     type(Path()): SkeletonWriter._path,
+    Unmade: SkeletonWriter._unmade,
     datetime.datetime: SkeletonWriter._moment,
     datetime.date: SkeletonWriter._moment,
     datetime.time: SkeletonWriter._moment,

@@ -67,9 +67,11 @@ def _encode(state: object, writer: SkeletonWriter) -> tuple[object, list[StateLe
     return skeleton, writer.leaves, paths
 
 
-def unflatten(skeleton: object, values: Mapping[str, Array], *, as_is: Collection[str] = ()) -> Any:
+def unflatten(
+    skeleton: object, values: Mapping[str, Array], *, as_is: Collection[str] = (), makes_objects: bool = True
+) -> Any:
     """Rebuild a state from a skeleton, which may come from a file. Raises ValueError or UnsupportedError."""
-    return SkeletonReader(values, as_is=as_is).decode(skeleton)
+    return SkeletonReader(values, as_is=as_is, makes_objects=makes_objects).decode(skeleton)
 
 
 def leaf_paths(skeleton: object, path: KeyPath = ()) -> Iterator[tuple[str, KeyPath]]:
