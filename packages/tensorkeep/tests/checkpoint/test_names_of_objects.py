@@ -183,3 +183,15 @@ def test_parameters_of_the_same_name_keep_their_numbers(tmp_path: Path) -> None:
     tensorkeep.save({"models": models, "optimizer": optimizer}, tmp_path / "a")
     with tensorkeep.open(tmp_path / "a") as checkpoint:
         assert "optimizer.state.1.momentum_buffer" in checkpoint
+
+
+def test_a_comparison_with_numbers_goes_by_keys(tmp_path: Path) -> None:
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2)) for _ in range(3)])
+    # The names of the parameters are numbers, and not those that the optimizer gives them.
+    optimizer = torch.optim.SGD([*model][::-1], momentum=0.9)
+    sum(number * parameter.sum() for number, parameter in enumerate(model)).backward()
+    optimizer.step()
+    tensorkeep.save({"model": model, "optimizer": optimizer}, tmp_path / "a")
+    tensorkeep.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "b")
+    report = tensorkeep.diff(tmp_path / "a", tmp_path / "b")
+    assert (report.added, report.removed, report.changed, report.identical) == ([], [], [], 6)

@@ -609,12 +609,13 @@ def _named_alike(reader: Reader, other: Reader) -> Reader:
 
     Optimizers are named by parameters or by numbers: an older version, or another format, has numbers.
     """
-    if reader.entries.keys() == other.entries.keys():
+    theirs, own = ({path: name for name, path in leaf_paths(each.flat.skeleton)} for each in (other, reader))
+    # A name may be that of a parameter here and a number there. The keys tell them apart.
+    found = {name: theirs[path] for path, name in own.items() if theirs.get(path, name) != name}
+    if not found:
         return reader
-    theirs = {path: name for name, path in leaf_paths(other.flat.skeleton) if name not in reader.entries}
-    own = {name: theirs.get(path) for name, path in leaf_paths(reader.flat.skeleton) if name not in other.entries}
-    found = {name: known for name, known in own.items() if known is not None}
-    return RenamedReader(reader, found) if found else reader
+    names = [found.get(name, name) for name in reader.entries]
+    return RenamedReader(reader, found) if len({*names}) == len(names) else reader
 
 
 def most_changed_first(found: TensorDiff) -> tuple[bool, bool, float, float, str]:
