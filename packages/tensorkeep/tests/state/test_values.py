@@ -72,10 +72,11 @@ def test_malformed_nodes_are_refused(node: Any) -> None:
     [
         datetime.datetime(2026, 10, 25, 2, 30, fold=1),
         datetime.datetime(2026, 1, 1, tzinfo=type("Named", (datetime.tzinfo,), {})()),
+        datetime.time(1, tzinfo=datetime.timezone(datetime.timedelta(hours=1), "CET")),
         slice("a", None),
         Path("\ud800"),
     ],
-    ids=["fold", "zone", "slice", "path"],
+    ids=["fold", "zone", "name of an offset", "slice", "path"],
 )
 def test_values_that_would_change_are_refused(value: Any) -> None:
     with pytest.raises(tensorkeep.UnsupportedLeafError, match=r"."):
@@ -206,6 +207,19 @@ def test_an_unregistered_class_names_the_remedy() -> None:
         flatten({"value": Plain()})
     with pytest.raises(tensorkeep.UnsupportedLeafError, match="code cannot be saved"):
         flatten({"value": enum.auto})
+
+
+def test_no_instance_is_made_of_a_refused_class_that_would_end_it() -> None:
+    ended = []
+
+    class Resource:
+        def __del__(self) -> None:
+            ended.append(self)
+
+    kept = Resource()
+    with pytest.raises(tensorkeep.UnsupportedLeafError):
+        flatten({"value": kept})
+    assert not ended
 
 
 class Sheet:

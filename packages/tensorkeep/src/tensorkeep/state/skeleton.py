@@ -672,7 +672,12 @@ class SkeletonWriter:
     def _moment(self, value: Any, path: KeyPath) -> dict[str, str]:
         # The text has the offset only, and not which of two equal hours is meant.
         zone, kind = getattr(value, "tzinfo", None), type(value).__name__
-        if (zone is not None and type(zone) is not datetime.timezone) or getattr(value, "fold", False):
+        # A fixed offset may have a name, too, and the text has no names.
+        is_plain = zone is None or (
+            type(zone) is datetime.timezone
+            and zone.tzname(None) == datetime.timezone(zone.utcoffset(None)).tzname(None)
+        )
+        if not is_plain or getattr(value, "fold", False):
             text = f"a {kind} with a time zone by its name, or with fold=1, cannot be saved"
             remedy = "save it with a fixed offset, such as datetime.timezone.utc"
             raise UnsupportedLeafError(text, name=display(path), remedy=remedy)
@@ -921,7 +926,8 @@ def _unsupported(value: Any, path: KeyPath) -> UnsupportedLeafError:
         remedy = "save tensorkeep.ResumableLoader(loader), and use that in the loop"
     elif builtin is not None:
         remedy = f"save {builtin.__name__}(x)"
-    elif not callable(value) and _attributes_refused(type(value)) is None:
+    # The question makes an instance without `__init__`, which a `__del__` does not expect.
+    elif not callable(value) and not hasattr(value, "__del__") and _attributes_refused(type(value)) is None:
         remedy = f"leave it out, or call tensorkeep.register({name}) before saving and loading"
     elif callable(value):
         remedy = "code cannot be saved: leave it out, or save its name"
