@@ -109,6 +109,31 @@ def test_the_best_step_before_a_kill_is_kept_after_it(tmp_path: Path) -> None:
     assert same_weights(resumed.model, transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "step-000002"))
 
 
+def test_the_best_step_that_was_saved_is_loaded_if_a_better_one_was_not(tmp_path: Path) -> None:
+    options = {"load_best_model_at_end": True, "eval_steps": 2, "save_steps": 4}
+    run = trainer(tmp_path / "run", accuracies=iter([0.1, 0.5, 0.9, 0.2]), save_total_limit=1, **options)
+    with pytest.warns(UserWarning, match="step 6, which is the best, was not loaded"):
+        run.train()
+    assert [step.number for step in run.manager.steps()] == [4, 8]
+    assert run.state.best_model_checkpoint == str(tmp_path / "run" / "step-000004")
+    assert same_weights(run.model, transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "run" / "step-000004"))
+
+
+def test_the_best_checkpoint_of_the_plain_trainer_is_loaded_after_a_resume(tmp_path: Path) -> None:
+    options = {"load_best_model_at_end": True, "eval_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, transformers.Trainer, iter([0.9, 0.1]), callbacks=[Stop(5)], **options).train()
+    run = trainer(tmp_path, accuracies=iter([0.2, 0.3]), **options)
+    run.train(resume_from_checkpoint=True)
+    assert same_weights(run.model, transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-2"))
+
+
+def test_a_limit_of_zero_is_no_limit(tmp_path: Path) -> None:
+    run = trainer(tmp_path, save_total_limit=0)
+    run.train()
+    assert [step.number for step in run.manager.steps()] == [2, 4, 6, 8]
+
+
 def test_a_run_of_epochs_that_is_finished_does_nothing(tmp_path: Path) -> None:
     options = {"max_steps": -1, "num_train_epochs": 1.5, "save_strategy": "epoch"}
     first = trainer(tmp_path, **options)
@@ -179,6 +204,14 @@ def train_on_a_rank(out: Path, stopped_after: int | None = None) -> list[Any]:
         with contextlib.suppress(KeyboardInterrupt):
             run.train(resume_from_checkpoint=True)
         return [run.args.world_size, *(parameter.tolist() for parameter in run.model.parameters())]
+
+
+@pytest.mark.exhaustive
+def test_one_process_resumes_what_two_ranks_have_saved(tmp_path: Path) -> None:
+    run_ranks(2, train_on_a_rank, tmp_path, 5)
+    run = trainer(tmp_path)
+    with pytest.warns(tensorkeep.StateMismatchWarning, match="rng.1"):
+        assert run.train(resume_from_checkpoint=True).global_step == 8
 
 
 @pytest.mark.exhaustive

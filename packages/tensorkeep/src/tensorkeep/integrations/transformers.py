@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +40,10 @@ TRAINER_STATE = "trainer_state.json"
 
 
 class KeepNamedBest(Keep):
-    """Keeps the best step that each of the last ``count`` steps names, so that a resumed run finds it."""
+    """Keeps the best step that each of the last ``count`` steps names, so that a resumed run finds it.
+
+    ``best`` has every step that was saved, with the best step that was saved until then.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -106,6 +110,8 @@ class TensorkeepTrainer(Trainer):
         self._refuse(DeepSpeed=self.is_deepspeed_enabled, FSDP=self.is_fsdp_enabled)
         self._group = dist.group.WORLD if self.args.world_size > 1 else None
         limit = self.args.save_total_limit
+        if limit is not None and limit <= 0:
+            limit = None  # as in the Trainer
         self._named_best = KeepNamedBest(limit or 1)
         if manager is None:
             metric = self.args.metric_for_best_model
@@ -137,11 +143,18 @@ class TensorkeepTrainer(Trainer):
             resume_from_checkpoint = self._last_step() or get_last_checkpoint(self.args.output_dir)
         elif resume_from_checkpoint:
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
+        saved = self._named_best.best
+        saved.clear()
         if resume_from_checkpoint and _is_step(resume_from_checkpoint):
             state = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE))
-            self._named_best.best[state.global_step] = state.best_global_step
+            saved |= {step.number: None for step in self.manager.steps() if step.number <= state.global_step}
+            saved[state.global_step] = _number(state.best_model_checkpoint)
         with self.manager:
-            return super().train(resume_from_checkpoint or None, *args, **options)
+            found = super().train(resume_from_checkpoint or None, *args, **options)
+        best = self.state.best_global_step
+        if self.args.load_best_model_at_end and best not in (None, _number(self.state.best_model_checkpoint)):
+            warn_caller(f"the model of step {best}, which is the best, was not loaded: it was evaluated, but not saved")
+        return found
 
     def _last_step(self) -> str | None:
         found: list[str | None] = [None]
@@ -169,10 +182,14 @@ class TensorkeepTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self._refuse(**{"a hyperparameter search": trial is not None or self.hp_search_backend is not None})
         self.store_flos()
-        step, best = self.state.global_step, self.state.best_global_step
-        if best is not None:
-            self.state.best_model_checkpoint = os.path.join(self.manager.root, f"step-{best:06d}")
-        self._named_best.best[step] = best
+        step, saved = self.state.global_step, self._named_best.best
+        saved[step] = None
+        # A best step that is not saved leaves the best one before it, as in the Trainer.
+        if self.state.best_global_step in saved:
+            self.state.best_model_checkpoint = os.path.join(
+                self.manager.root, f"step-{self.state.best_global_step:06d}"
+            )
+        saved[step] = _number(self.state.best_model_checkpoint)
         state: dict[str, Any] = {"model": self.model, "step": step}
         if not self.args.save_only_model:
             state |= {**self._stateful(), "rng": self._random()}
@@ -232,7 +249,8 @@ class TensorkeepTrainer(Trainer):
         if checkpoint is None or not _is_step(checkpoint):
             super()._load_rng_state(checkpoint)
         else:
-            self._load(checkpoint, {"rng": self._random()})
+            # Not strict: one process resumes what several have saved. A warning names the states that it leaves.
+            self._load(checkpoint, {"rng": self._random()}, strict=False)
 
     def _load_best_model(self) -> None:
         self.manager.wait()
@@ -241,12 +259,18 @@ class TensorkeepTrainer(Trainer):
         else:
             self._load(self.state.best_model_checkpoint, {"model": self.model})
 
-    def _load(self, path: str, state: dict[str, Any]) -> None:
-        load(path, into=state, group=self._group)
+    def _load(self, path: str, state: dict[str, Any], *, strict: bool = True) -> None:
+        load(path, into=state, group=self._group, strict=strict)
 
 
 def _is_step(path: str) -> bool:
     return is_native(Path(path))
+
+
+def _number(path: str | None) -> int | None:
+    """Return the step of ``step-000500`` or ``checkpoint-500``."""
+    match = re.search(r"-(\d+)$", path or "")
+    return int(match[1]) if match else None
 
 
 def _is_metric(name: str, value: object) -> bool:
