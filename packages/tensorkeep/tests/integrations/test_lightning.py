@@ -53,7 +53,8 @@ def warnings_of_lightning() -> Iterator[None]:
 
 
 def trainer(out: Path, epochs: int, io: Any = None, **options: Any) -> Any:
-    checkpoints = ModelCheckpoint(out, "{epoch}", monitor="val_loss", save_last=True, **{"save_top_k": 1, **options})
+    options = {"save_last": True, "save_top_k": 1, **options}
+    checkpoints = ModelCheckpoint(out, "{epoch}", monitor="val_loss", **options)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     io = TensorkeepIO() if io is None else io
     callbacks = [checkpoints, EarlyStopping("val_loss", patience=9)]
@@ -130,3 +131,44 @@ def test_the_error_of_a_save_is_raised(tmp_path: Path) -> None:
         io.save_checkpoint({}, tmp_path / "other.ckpt", storage_options={})
     with pytest.raises(FileNotFoundError):
         Model.load_from_checkpoint(tmp_path / "missing.ckpt")
+
+
+def test_a_file_of_lightning_remains_until_a_save_succeeds(tmp_path: Path) -> None:
+    last = tmp_path / "last.ckpt"
+    torch.save({"epoch": 1}, last)
+    with pytest.raises(tensorkeep.UnsupportedLeafError):
+        TensorkeepIO().save_checkpoint({"state_dict": {"code": max}}, last)
+    assert torch.load(last) == {"epoch": 1}
+    TensorkeepIO().save_checkpoint({"epoch": 2}, last)
+    assert tensorkeep.load(last) == {"epoch": 2} and [*tmp_path.iterdir()] == [last]
+
+
+def test_a_link_is_replaced_and_not_its_target(tmp_path: Path) -> None:
+    io = TensorkeepIO()
+    io.save_checkpoint({"epoch": 1}, tmp_path / "epoch=1.ckpt")
+    last = tmp_path / "last.ckpt"  # as with save_last="link"
+    last.symlink_to("epoch=1.ckpt")
+    io.save_checkpoint({"epoch": 2}, last)
+    assert tensorkeep.load(last) == {"epoch": 2} and not last.is_symlink()
+    assert tensorkeep.load(tmp_path / "epoch=1.ckpt") == {"epoch": 1}
+
+
+def test_an_address_that_only_lightning_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorkeep.integrations import lightning as module
+
+    def refuse(path: Path) -> bool:
+        raise tensorkeep.StoreError("no credentials", path=path, remedy="give some")
+
+    trainer(tmp_path, 1, TensorkeepIO(format="torch")).fit(Model())
+    monkeypatch.setattr(module, "is_native", refuse)
+    assert Model.load_from_checkpoint(tmp_path / "last.ckpt", map_location={"cuda:1": "cuda:0"})
+
+
+def test_hyperparameters_that_are_code_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    given = {"width": 4, "loss": torch.nn.MSELoss(), "heads": [torch.nn.Linear(1, 1)], "activation": torch.nn.ReLU}
+    with pytest.warns(UserWarning, match=r"left out: loss, heads, activation; .*ignore=\['loss'"):
+        io = TensorkeepIO()
+        io.save_checkpoint({"hyper_parameters": given, "epoch": 1}, tmp_path / "last.ckpt")
+    io.teardown()
+    assert tensorkeep.load(tmp_path / "last.ckpt") == {"hyper_parameters": {"width": 4}, "epoch": 1}
+    assert len(given) == 4

@@ -15,11 +15,12 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_op
 from tensorkeep.checkpoint.background import PendingSave
 from tensorkeep.checkpoint.loading import load
 from tensorkeep.checkpoint.saving import save, save_async
-from tensorkeep.errors import UsageError
+from tensorkeep.errors import TensorkeepError, UnsupportedLeafError, UsageError, warn_caller
 from tensorkeep.formats.native.directory import is_native
 from tensorkeep.integrations import requires
 from tensorkeep.paths import as_path
 from tensorkeep.ranks.group import ranks_of
+from tensorkeep.state.tree import flatten
 
 with requires("lightning>=2.5"):
     from lightning.fabric.plugins import TorchCheckpointIO
@@ -56,18 +57,23 @@ class TensorkeepIO(TorchCheckpointIO):
     def __init__(self, **options: Any) -> None:
         self._options = options
         self._pending: PendingSave | None = None
-        self._replaced: Path | None = None
         _ALL.add(self)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Begin to save, once the save before is durable; raises its error, and the errors of `save_async`."""
         _refuse(storage_options)
+        checkpoint = _without_code(checkpoint)
         self.teardown()
         old = Path(path)
-        if "format" not in self._options and zipfile.is_zipfile(old):
-            # A file of Lightning, such as last.ckpt, which a folder does not replace: kept until the save is durable.
-            self._replaced = old.replace(old.with_name(f"{old.name}.replaced"))
-        self._pending = save_async(checkpoint, path, overwrite=True, **self._options)
+        if not old.is_symlink() and ("format" in self._options or not zipfile.is_zipfile(old)):
+            self._pending = save_async(checkpoint, path, overwrite=True, **self._options)
+            return
+        # A file of Lightning or a link, such as last.ckpt, which a checkpoint does not replace: kept until the save is
+        # durable. Lightning's own files end through the link, in another checkpoint.
+        beside = old.with_name(f"{old.name}.saving")
+        save_async(checkpoint, beside, overwrite=True, **self._options).wait()
+        old.unlink()
+        beside.rename(old)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Load with every block verified; raises as `tensorkeep.load`."""
@@ -87,9 +93,6 @@ class TensorkeepIO(TorchCheckpointIO):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
-            if self._replaced is not None:
-                self._replaced.unlink(missing_ok=True)
-                self._replaced = None
 
 
 class TensorkeepStrategy(ModelParallelStrategy):
@@ -109,6 +112,7 @@ class TensorkeepStrategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save the shards of all ranks; what is at the path remains until the new checkpoint is complete."""
         _refuse(storage_options)
+        checkpoint = _without_code(checkpoint)
         state: dict[str, Any] = {"lightning": _Rest(checkpoint)}
         state |= {key: checkpoint.pop(key) for key in ("state_dict", "optimizer_states") if key in checkpoint}
         save(state, self._path(filepath), overwrite=True, group=dist.group.WORLD)
@@ -150,10 +154,38 @@ def _refuse(storage_options: object) -> None:
         raise UsageError("storage_options has no effect", remedy="give options to TensorkeepIO, or leave it out")
 
 
+def _without_code(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint without the hyperparameters that are modules, classes or functions, and warn of them."""
+    left_out = []
+    for group in ("hyper_parameters", "datamodule_hyper_parameters"):
+        given = checkpoint.get(group)
+        if isinstance(given, dict):
+            kept = {name: value for name, value in given.items() if _is_plain(value)}
+            left_out += [str(name) for name in given if name not in kept]
+            checkpoint = {**checkpoint, group: kept}
+    if left_out:
+        # As Lightning does with what it cannot pickle. A module would return as the dict of its weights.
+        warn_caller(
+            f"these hyperparameters cannot be saved, and are left out: {', '.join(left_out)}; give them to "
+            f"load_from_checkpoint, and to save_hyperparameters(ignore={left_out})"
+        )
+    return checkpoint
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        flatten(value)
+    except UnsupportedLeafError:
+        return False
+    return True
+
+
 def _load(path: Any, map_location: Any) -> dict[str, Any]:
     for each in list(_ALL):
         each.teardown()
-    state: dict[str, Any] = load(path, device=None if callable(map_location) else map_location)
+    # Loaded tensors are on the CPU, unless a device is given: nothing to map.
+    device = None if callable(map_location) or isinstance(map_location, dict) else map_location
+    state: dict[str, Any] = load(path, device=device)
     # `TensorkeepStrategy` keeps the shards apart from the rest.
     return {**state.pop("lightning", {}), **state}
 
@@ -165,7 +197,12 @@ def _load_any(path: Any, map_location: Any = None, weights_only: bool | None = N
     is_path = isinstance(path, str | os.PathLike) and not os.fspath(path).startswith("http")
     for each in list(_ALL) if is_path else ():
         each.teardown()
-    if is_path and is_native(as_path(path)):
+    try:
+        is_ours = is_path and is_native(as_path(path))
+    except TensorkeepError:
+        # Lightning may have other credentials, or more stores. Its error has this one as its context.
+        return _load_file(path, map_location=map_location, weights_only=weights_only)
+    if is_ours:
         return _load(path, map_location)
     return _load_file(path, map_location=map_location, weights_only=weights_only)
 
