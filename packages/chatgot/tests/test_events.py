@@ -26,6 +26,7 @@ from chatgot.run.folder import METRIC, RunFolder
 from chatgot.run.log import TensorBoard, TrainingLog
 from chatgot.run.setup import open_run
 from chatgot.step.device import peak_memory
+from chatgot.step.state import TrainingProgress
 from tensorkeep import CheckpointManager
 from tensorkeep.checkpoint.background import SaveJob
 from tensorkeep.cli.output import Output, counter
@@ -174,6 +175,17 @@ def test_a_range_test_suggests_a_tenth_of_the_rate_with_the_lowest_loss() -> Non
     found = observed(lambda rate: 3 - math.log10(rate) / 10 if rate < 0.1 else math.nan)
     assert found.over
     assert found.suggestion() == pytest.approx(0.01, rel=0.05)
+
+
+def test_earlier_versions_know_the_progress_of_a_run_without_a_range_test() -> None:
+    progress = TrainingProgress(step=3)
+    assert progress.state_dict()["range_test"].keys() == {"steps", "smoothed", "lowest", "lowest_rate", "over"}
+    other = TrainingProgress()
+    other.load_state_dict(progress.state_dict())
+    assert other == progress
+    progress.range_test.add(0.1, 2.0, steps=4)
+    other.load_state_dict(progress.state_dict())
+    assert other == progress
 
 
 RANGE = CONFIG.changed({"schedule.name": "range", "schedule.final": 1e-5, "optim.lr": 30.0, "loop.steps": 30})

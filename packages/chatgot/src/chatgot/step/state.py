@@ -105,7 +105,11 @@ class TrainingProgress:
     range_test: RangeTest = field(default_factory=RangeTest)
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        state = asdict(self)
+        if not self.range_test.steps:
+            # Earlier versions do not know it: they resume every run that is not a range test.
+            del state["range_test"]["last"]
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update({**state, "range_test": RangeTest(**state["range_test"])})
