@@ -19,7 +19,9 @@ from forked import ended, start
 from forked_modules import forks
 from tensorkeep.cli.main import main
 from tensorkeep.testing.cases import case
+from tensorkeep_bench.cli import measure
 from tensorkeep_bench.report import html as report_files
+from tensorkeep_bench.results import Results, write_results
 from tensorkeep_bench.run.runner import SCRATCH
 
 SMALL = "openllama-3b:scale=0.0005:layers=1"
@@ -132,6 +134,28 @@ def test_configuration_of_an_isolated_suite_runs_unchanged(tmp_path: Path, call:
     assert [arm["name"] for arm in found["arms"]] == ["baseline", "baseline (again)", "mine"]
     assert {cell["status"] for cell in found["cells"]} == {"ok"}
     assert re.search(r"^baseline +\d+\.\d+( ± |  )", out, re.MULTILINE)
+
+
+def test_a_run_removes_only_checkpoints_that_it_kept(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_cells(folder: Path, planned: Results, output: object) -> int:
+        folder.mkdir(exist_ok=True)
+        write_results(planned, folder / "results.json")
+        return 0
+
+    monkeypatch.setattr(measure, "_run_in", without_cells)
+    disk, kept = tmp_path / "disk", tmp_path / "disk" / "bench-checkpoints"
+    on_disk = (*RUN, "--dir", disk, "--out")
+    call(*on_disk, tmp_path / "one", "--keep")
+    kept.mkdir(parents=True)
+    call(*on_disk, tmp_path / "other")
+    call(*on_disk, tmp_path / "other", "--overwrite")
+    for options in ((tmp_path / "third", "--keep"), (tmp_path / "other", "--keep", "--overwrite")):
+        assert str(kept) in call(*on_disk, *options, code=6).err
+    assert kept.exists()
+    call(*on_disk, tmp_path / "one", "--keep", "--overwrite")
+    assert not kept.exists()
 
 
 def isolated_suite(**changes: object) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from tensorkeep.errors import DestinationExistsError, UsageError
+from tensorkeep.errors import DestinationExistsError, TensorkeepError, UsageError
 from tensorkeep.ext import format_seconds
 from tensorkeep.ext.cli import DEFAULT, SIZE, AtLeastOne, Checkpoint, Counter, Output, Switch, Table, printable
 from tensorkeep_bench.checkpoint.files import KEPT, remove
@@ -236,10 +236,15 @@ def _start(plan: ExperimentPlan, options: RunOptions, directory: Path | None, ou
         output.note(note)
     # The results name the command that repeats them.
     planned = plan_results(plan, shlex.join(["tensorkeep", *sys.argv[1:]]))
+    kept = _measured_folder(planned, folder).absolute() / KEPT
+    replaced = options.overwrite and kept == _kept_by(folder)
+    if plan.experiment.settings.get("keep") and kept.exists() and not replaced:
+        remedy = f"move {KEPT} away, or measure in another --dir"
+        raise DestinationExistsError("another run may have kept these checkpoints", path=kept, remedy=remedy)
     # A page of another kind is found now, not after the measurement.
     remove_report(folder)
-    if options.overwrite:
-        remove(_measured_folder(planned, folder) / KEPT)
+    if replaced:
+        remove(kept)
     return _run_in(folder, planned, output)
 
 
@@ -268,6 +273,15 @@ def _resume(workload: str, default: str, options: RunOptions, directory: Path | 
 
 def _measured_folder(results: Results, folder: Path) -> Path:
     return Path(results.experiment.settings.get("save_dir") or folder)
+
+
+def _kept_by(folder: Path) -> Path | None:
+    """Return where the run with results in a folder kept its checkpoints; None if it kept none."""
+    # Runs on one disk share the place, so that a run may only remove its own.
+    with suppress(TensorkeepError):
+        found = read_results(folder, printable=False)
+        return _measured_folder(found, folder).absolute() / KEPT if found.experiment.settings.get("keep") else None
+    return None
 
 
 def _resume_command(results: Results, folder: Path) -> str:
