@@ -41,6 +41,7 @@ ClaimVerdict = Literal[
 PlaceKind = Literal["arm", "control", "base", "full", "alone", "without", "step", "point", "combination"]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Index = Annotated[int, Meta(ge=0)]
+Compared = Annotated[float, Meta(ge=1e-100, le=1e100)]  # a figure with a ratio to another one, in either direction
 FileStem = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,80}\Z")]  # of a file that a report writes
 Settings = dict[str, Any]  # JSON values that only the workload interprets
 
@@ -93,7 +94,7 @@ class CellRecord(msgspec.Struct, frozen=True):
     clocks: dict[str, float | None] = {}  # seconds of import, build, gate, which no figure contains
     observed: dict[str, str] = {}  # technique -> what the first training step showed
     # By measure: (this cell, baseline) for each turn, where both processes took turns.
-    turns: dict[str, tuple[tuple[float, float], ...]] = {}
+    turns: dict[str, tuple[tuple[Compared, Compared], ...]] = {}
     # Of training: step, and mean training loss of the steps since the one before. Earlier files do not have it.
     losses: tuple[tuple[Index, float], ...] = ()
 
