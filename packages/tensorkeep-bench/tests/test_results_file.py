@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from report import documents
@@ -14,7 +15,7 @@ from report.documents import placed
 from tensorkeep import errors
 from tensorkeep.testing.cases import case
 from tensorkeep_bench import results as module
-from tensorkeep_bench.results import read_results
+from tensorkeep_bench.results import read_results, write_results
 
 
 def test_results_file_must_be_a_regular_file_and_not_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +46,15 @@ def test_results_file_must_be_a_regular_file_and_not_too_large(tmp_path: Path, m
         read_results(zipped)
 
 
+def test_what_is_written_has_the_schema_of_today(tmp_path: Path) -> None:
+    # A run of an earlier version may be resumed; its new verdicts would be called corrupt by that version.
+    documents.write(documents.document(), tmp_path)
+    old = read_results(tmp_path)
+    assert old.schema == 1
+    write_results(old, tmp_path / "results.json")
+    assert read_results(tmp_path) == msgspec.structs.replace(old, schema=2)
+
+
 def test_other_files_are_refused(tmp_path: Path) -> None:
     corrupt = errors.CorruptCheckpointError
     for content, error, expected in (
@@ -56,7 +66,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         (b'{"kind": "tensorkeep-results", "x": 1' + b"0" * 5000 + b"}", corrupt, "out of range"),
         (b"{}", errors.UsageError, "not a results file of Tensorkeep"),
         (b'{"kind": "something", "schema": 1}', errors.UsageError, "not a results file of Tensorkeep"),
-        (b'{"kind": "tensorkeep-results", "schema": 2}', errors.UnsupportedError, "has schema 2"),
+        (b'{"kind": "tensorkeep-results", "schema": 3}', errors.UnsupportedError, "has schema 3"),
         (b'{"kind": "tensorkeep-results"}', errors.UnsupportedError, "schema"),
         (b'{"kind": "tensorkeep-results", "schema": 1}', corrupt, "experiment"),
     ):

@@ -20,7 +20,8 @@ from tensorkeep.ext.storage import replace_file
 
 # ``docs/reference/results.md`` explains every field. Times of day are UTC in ISO 8601, sizes are bytes.
 KIND = "tensorkeep-results"
-SCHEMA = 1
+# 2 has more verdicts than 1, which earlier versions would call corrupt.
+SCHEMA = 2
 # A cell that fails a gate did something else than it should: it loaded other values, or its technique was not active.
 Status = Literal["ok", "planned", "gate", "failed", "timeout", "memory", "disk", "not-run"]
 Role = Literal["baseline", "control", "arm"]
@@ -376,7 +377,8 @@ def write_results(results: Results, path: Path) -> None:
     """Replace the file atomically and durably, or raise StoreError; NaN and infinity become null."""
     # An interrupted run resumes from this file, so a crash must leave the old or the new content. msgspec writes NaN
     # and infinity as null.
-    replace_file(path, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    document = msgspec.structs.replace(results, schema=SCHEMA)  # a resumed run may have begun with an earlier version
+    replace_file(path, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
 
 def printable(text: str) -> str:
