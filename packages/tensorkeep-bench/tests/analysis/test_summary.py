@@ -17,7 +17,7 @@ from documents import GIB, MEASURES, broken, document, results, summarise, truth
 from tensorkeep.testing.cases import case
 from tensorkeep_bench.analysis.advice import candidates
 from tensorkeep_bench.analysis.samples import Samples
-from tensorkeep_bench.report.sentences import headlines
+from tensorkeep_bench.report.sentences import headlines, verdict_sentence
 from tensorkeep_bench.results import read_results
 
 ARMS = {"torch": truth(), "fast": truth(0.4, cold=0.5), "small": truth(1.0, stored=0.66), "slow": truth(3.0)}
@@ -436,8 +436,11 @@ def test_a_small_state_has_no_verdict_and_no_recommendation() -> None:
     summary = summarise(made)
     assert words(summary) == {**EXPECTED, **dict.fromkeys(ARMS.keys() - {"torch"}, "too small")}
     assert (summary["recommendations"], summary["warnings"]) == ([], [])
-    [only, size] = headlines(results({**made, "summary": summary}))
-    assert only.startswith("A state of 525 kB is too small to time")
+    found = results({**made, "summary": summary})
+    [only, size] = headlines(found)
+    # A sentence of its own, which the verdict repeats and nothing runs into.
+    assert only.startswith("A state of 525 kB is too small to time") and only.endswith(".")
+    assert verdict_sentence(found) == only
     # Bytes are exact at any size.
     assert words(summary, "stored")["small"] == "helps"
     assert size.startswith("Bytes on disk: small is 1.52x smaller than torch")

@@ -36,7 +36,7 @@ def headlines(results: Results) -> list[str]:
         # Verdicts on times are withheld; the bytes of a checkpoint are exact at any size.
         sizes = [one for one in results.primary() if one.unit != "s" and results.baseline]
         reason = capitalised(TOO_SMALL.format(format_bytes(results.subject.bytes or 0)))
-        return [reason, *(_headline(results, one, results.baseline or "") for one in sizes)]
+        return [f"{reason}.", *(_headline(results, one, results.baseline or "") for one in sizes)]
     if results.baseline is None:
         return ["The experiment has no baseline, so no arm is called better or worse."]
     if not results.ran(results.baseline):
@@ -118,7 +118,7 @@ def _verdict_sentence(results: Results) -> str:
         return _claims(results)
     baseline, found = results.baseline, results.summary.recommendations
     if too_small(results) or baseline is None or not results.ran(baseline):
-        return " ".join(headlines(results))
+        return headlines(results)[0]
     for one in found:
         # A single purpose has no recommendation all round.
         if one.arm is not None and (one.purpose == "all" or len(found) == 1):
