@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from tensorkeep.errors import UsageError, did_you_mean
 from tensorkeep_bench import design
 from tensorkeep_bench.design import MOST_ARMS, Base, Change, Combination, Expansion, Level, Text
-from tensorkeep_bench.results import Arm, Experiment, FileStem, Limits, Place, Settings
+from tensorkeep_bench.results import Arm, Experiment, FileStem, Limits, Place, PlotName, Settings
 from tensorkeep_bench.workload import convert, get_workload
 
 DEFAULT_SECONDS = 1800
@@ -144,7 +144,7 @@ class ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     budget: Annotated[int, Meta(ge=1, le=_MOST_SECONDS)] | None = None
     limits: FileLimits = FileLimits()
     settings: Settings = {}
-    figure_names: dict[str, FileStem] = {}
+    figure_names: dict[PlotName, FileStem] = {}
     known_as: tuple[Text, ...] = ()  # words that an error about an unknown experiment understands
 
     @abstractmethod

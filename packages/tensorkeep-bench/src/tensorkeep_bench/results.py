@@ -43,6 +43,7 @@ PlaceKind = Literal["arm", "control", "base", "full", "alone", "without", "step"
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Index = Annotated[int, Meta(ge=0)]
 Compared = Annotated[float, Meta(ge=1e-100, le=1e100)]  # a figure with a ratio to another one, in either direction
+PlotName = Literal["three-way", "comparison", "impact", "gains", "pareto", "steps", "effects", "interactions"]
 FileStem = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,80}\Z")]  # of a file that a report writes
 Settings = dict[str, Any]  # JSON values that only the workload interprets
 

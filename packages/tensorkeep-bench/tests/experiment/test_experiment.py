@@ -210,6 +210,14 @@ def test_suite_is_read_unchanged_and_isolated_has_its_arms(written: Write) -> No
     assert found.figure_names == isolated.experiment.figure_names
 
 
+def test_a_further_name_is_of_a_plot_that_exists(written: Write) -> None:
+    arms = [{"name": name, "settings": {"tool": name}} for name in ("torch", "safetensors")]
+    file = {"baseline": "torch", "arms": arms, "figure_names": {"gains": "my_gains"}}
+    assert read_experiment(written(file)).experiment.figure_names == {"gains": "my_gains"}
+    with pytest.raises(UsageError, match=r"'gain'.*figure_names"):
+        read_experiment(written({**file, "figure_names": {"gain": "my_gains"}}))
+
+
 def test_suite_names_its_states_and_small_chunks_save_the_smaller_one(written: Write) -> None:
     one, other = "openllama-3b:layers=2", "openllama-3b:layers=1"
     for given, model, slow_model in (

@@ -22,7 +22,7 @@ from tensorkeep_bench.report.drawing import (
 )
 from tensorkeep_bench.report.measures import compared_arms, compared_measures, scale_of, subject_and_machine
 from tensorkeep_bench.report.tables import why_not_run
-from tensorkeep_bench.results import Arm, Effect, Interaction, Measure, Results, StackStep
+from tensorkeep_bench.results import Arm, Effect, Interaction, Measure, PlotName, Results, StackStep
 from tensorkeep_bench.statistics import describe
 from tensorkeep_bench.wording import FAR, NEAR, clipped, gain, percent
 
@@ -54,7 +54,7 @@ def draw_plots(results: Results, *, for_files: bool = True) -> list[Plot]:
     return [Plot(name, f"{title}: {subject}", draw(results)) for name, title, draw in chosen]
 
 
-def wanted(results: Results) -> Iterator[tuple[str, str, Draw]]:
+def wanted(results: Results) -> Iterator[tuple[PlotName, str, Draw]]:
     chosen = compared_measures(results)
     few = len(compared_arms(results)) <= _FEW
     if chosen.named() and few:
