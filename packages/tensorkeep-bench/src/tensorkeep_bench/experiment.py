@@ -381,7 +381,7 @@ def read_suite(value: object, path: Path) -> ExperimentPlan:
         control=True,
         limits=Limits(seconds=DEFAULT_SECONDS),
         settings=msgspec.to_builtins(get_workload("checkpoint").parse_settings(settings)),
-        figure_names=isolated.figure_names,
+        figure_names=msgspec.to_builtins(isolated.figure_names),
     )
     return make_plan(experiment, [each.arm() for each in configurations], (*notes, larger))
 
