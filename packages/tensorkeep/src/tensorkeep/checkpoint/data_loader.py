@@ -102,7 +102,7 @@ class ResumableLoader:
             self.batches += 1
             yield batch
             if self._loop is not loop:
-                text = "a loop over a ResumableLoader goes on after a restore, or after another loop has begun"
+                text = "a loop over a ResumableLoader continues after a restore, or after another loop has begun"
                 raise UsageError(text, remedy="leave the loop with break, and begin a new one")
         self.epoch, self.batches, self._start = self.epoch + 1, 0, None
 

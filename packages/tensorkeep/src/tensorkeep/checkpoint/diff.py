@@ -610,7 +610,7 @@ def _named_alike(reader: Reader, other: Reader) -> Reader:
     Optimizers are named by parameters or by numbers: an older version, or another format, has numbers.
     """
     theirs, own = ({path: name for name, path in leaf_paths(each.flat.skeleton)} for each in (other, reader))
-    # A name may be that of a parameter here and a number there. The keys tell them apart.
+    # A name may be that of a parameter here and a number there. The keys decide.
     found = {name: theirs[path] for path, name in own.items() if theirs.get(path, name) != name}
     if not found:
         return reader
