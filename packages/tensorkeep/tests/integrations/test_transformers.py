@@ -1,6 +1,7 @@
 """`TensorkeepTrainer` against the real ``transformers``: it resumes exactly, and keeps and loads the best step."""
 
 import contextlib
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,64 @@ def test_the_best_step_is_kept_and_loaded_and_a_finished_run_does_nothing(tmp_pa
     assert again.train(resume_from_checkpoint=True).global_step == 8
     assert again.manager.steps() == kept
     assert same_weights(again.model, best)
+
+
+BEST = {"load_best_model_at_end": True, "eval_steps": 2}
+
+
+@pytest.mark.parametrize("how", ["moved", "copied"])
+def test_a_finished_run_that_was_moved_or_copied_loads_its_own_best_step(tmp_path: Path, how: str) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    first = trainer(old, accuracies=iter([0.1, 0.9, 0.2, 0.3]), save_total_limit=1, **BEST)
+    first.train()
+    if how == "moved":
+        old.rename(new)
+    else:
+        shutil.copytree(old, new)
+        # The other run goes on and replaces its step by other weights.
+        tensorkeep.save({"model": trainer(tmp_path / "any").model}, old / "step-000004", overwrite=True)
+    again = trainer(new, accuracies=iter([]), save_total_limit=1, **BEST)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.best_model_checkpoint == str(new / "step-000004")
+    assert same_weights(again.model, first.model)
+
+
+def test_a_killed_run_that_was_moved_loads_and_keeps_its_best_step(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "old", accuracies=iter([0.9, 0.1]), callbacks=[Stop(5)], save_total_limit=1, **BEST).train()
+    (tmp_path / "old").rename(tmp_path / "new")
+    run = trainer(tmp_path / "new", accuracies=iter([0.2, 0.3]), save_total_limit=1, **BEST)
+    run.train(resume_from_checkpoint=True)
+    assert [step.number for step in run.manager.steps()] == [2, 8]
+    assert same_weights(run.model, transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "new" / "step-000002"))
+
+
+def test_a_best_step_that_is_lost_is_named_and_the_best_one_that_is_left_is_loaded(tmp_path: Path) -> None:
+    trainer(tmp_path, accuracies=iter([0.1, 0.9, 0.5, 0.3]), **BEST).train()
+    shutil.rmtree(tmp_path / "step-000004")
+    run = trainer(tmp_path, accuracies=iter([]), **BEST)
+    with pytest.warns(UserWarning, match=r"step-000004, is not in .*: step 6 is the best that is left"):
+        run.train(resume_from_checkpoint=True)
+    assert same_weights(run.model, transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "step-000006"))
+
+    last = tmp_path / "last"
+    last.mkdir()
+    (tmp_path / "step-000008").rename(last / "step-000008")
+    run = trainer(tmp_path / "new", accuracies=iter([]), **BEST)
+    with pytest.warns(UserWarning, match=r"is not in .*last: no other step has the metric"):
+        run.train(resume_from_checkpoint=last / "step-000008")
+    assert run.state.best_model_checkpoint is None
+    assert same_weights(run.model, transformers.GPT2LMHeadModel.from_pretrained(last / "step-000008"))
+
+
+def test_a_run_that_goes_on_in_another_folder_does_not_take_the_steps_there_for_its_own(tmp_path: Path) -> None:
+    one = trainer(tmp_path / "one", accuracies=iter([0.1, 0.9, 0.2, 0.3]), **BEST)
+    one.train()
+    trainer(tmp_path / "two", accuracies=iter([0.1, 0.2]), learning_rate=0.1, max_steps=4, **BEST).train()
+    run = trainer(tmp_path / "two", accuracies=iter([0.4]), max_steps=10, **BEST)
+    run.train(resume_from_checkpoint=tmp_path / "one" / "step-000008")
+    assert run.state.best_model_checkpoint == str(tmp_path / "one" / "step-000004")
+    assert same_weights(run.model, one.model)
 
 
 def test_the_best_step_before_a_kill_is_kept_after_it(tmp_path: Path) -> None:

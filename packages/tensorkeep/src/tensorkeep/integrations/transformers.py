@@ -23,14 +23,14 @@ from tensorkeep.integrations import requires
 from tensorkeep.manager import CheckpointManager
 from tensorkeep.paths import StorePath
 from tensorkeep.runs.retention import Keep
-from tensorkeep.runs.steps import Step
+from tensorkeep.runs.steps import Step, best_step
 
 with requires("transformers>=5.3"):
     from transformers import Trainer
     from transformers.trainer_callback import ExportableState, TrainerState
     from transformers.trainer_utils import get_last_checkpoint
 
-    if not hasattr(Trainer, "_run_epoch"):
+    if not (hasattr(Trainer, "_run_epoch") and hasattr(Trainer, "_init_training_state")):
         raise ImportError("the installed version is older")
 
 __all__ = ["TensorkeepTrainer"]
@@ -113,14 +113,20 @@ class TensorkeepTrainer(Trainer):
         if limit is not None and limit <= 0:
             limit = None  # as in the Trainer
         self._named_best = KeepNamedBest(limit or 1)
+        self._resumed: TrainerState | None = None
+        metric = self.args.metric_for_best_model
+        self._best_rule = (
+            (None, None)
+            if metric is None
+            else (f"eval_{metric.removeprefix('eval_')}", "max" if self.args.greater_is_better else "min")
+        )
         if manager is None:
-            metric = self.args.metric_for_best_model
             manager = CheckpointManager(
                 self.args.output_dir,
                 keep_last=limit,
                 keep=None if limit is None else self._named_best,
-                metric=None if metric is None else f"eval_{metric.removeprefix('eval_')}",
-                mode=None if metric is None else "max" if self.args.greater_is_better else "min",
+                metric=self._best_rule[0],
+                mode=self._best_rule[1],
                 group=self._group,
             )
         elif limit is not None:
@@ -145,10 +151,13 @@ class TensorkeepTrainer(Trainer):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
         saved = self._named_best.best
         saved.clear()
-        if resume_from_checkpoint and _is_step(resume_from_checkpoint):
-            state = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE))
-            saved |= {step.number: None for step in self.manager.steps() if step.number <= state.global_step}
-            saved[state.global_step] = _number(state.best_model_checkpoint)
+        self._resumed = self._state_of(resume_from_checkpoint) if resume_from_checkpoint else None
+        if self._resumed is not None and _is_step(resume_from_checkpoint):
+            last = self._resumed.global_step
+            # Steps beside another run's step, which this run continues, are not its own.
+            if self._is_ours(resume_from_checkpoint):
+                saved |= {step.number: None for step in self.manager.steps() if step.number <= last}
+            saved[last] = _number(self._resumed.best_model_checkpoint)
         with self.manager:
             found = super().train(resume_from_checkpoint or None, *args, **options)
         best = self.state.best_global_step
@@ -169,6 +178,61 @@ class TensorkeepTrainer(Trainer):
         if self._group is not None:
             dist.broadcast_object_list(found, src=0)
         return found[0]
+
+    def _is_ours(self, checkpoint: str) -> bool:
+        return Path(checkpoint).parent.resolve() == Path(self.manager.root).resolve()
+
+    def _state_of(self, checkpoint: str) -> TrainerState | None:
+        """Return the state of the Trainer in a checkpoint; its best checkpoint is one that lies beside it now.
+
+        The stored path is absolute. After the run was moved or copied it names nothing, or the step of another run.
+        """
+        path = os.path.join(checkpoint, TRAINER_STATE)
+        if not os.path.isfile(path):
+            return None
+        state = TrainerState.load_from_json(path)
+        if (named := state.best_model_checkpoint) is None:
+            return state
+        folders = [Path(checkpoint).absolute().parent]
+        if self._is_ours(checkpoint):
+            folders = [Path(self.manager.root), Path(self.args.output_dir).absolute()]
+        # The best step that was evaluated, unless it was not saved: then the best one that was.
+        for number in (state.best_global_step, _number(named)):
+            names = () if number is None else (f"step-{number:06d}", f"checkpoint-{number}")
+            for found in (folder / name for name in names for folder in folders):
+                if _is_step(found) or (found / TRAINER_STATE).is_file():
+                    state.best_model_checkpoint = str(found)
+                    return state
+        best = self._best_left(state.global_step) if self._is_ours(checkpoint) else None
+        # Also the metric: else a later step would have to be better than one that is lost.
+        state.best_model_checkpoint = None if best is None else best.path
+        state.best_global_step = None if best is None else best.number
+        state.best_metric = None if best is None else best.metrics[str(self._best_rule[0])]
+        if self.args.process_index == 0:
+            instead = "no other step has the metric" if best is None else f"step {best.number} is the best that is left"
+            warn_caller(f"the best checkpoint, {os.path.basename(named)}, is not in {folders[0]}: {instead}")
+        return state
+
+    def _best_left(self, last: int) -> Step | None:
+        metric, mode = self._best_rule
+        steps = [step for step in self.manager.steps() if step.number <= last and metric in step.metrics]
+        return best_step(steps, metric, mode) if steps else None
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> Any:
+        lengths = max_steps, num_update_steps_per_epoch, num_train_epochs
+        if self._resumed is None:
+            return super()._init_training_state(*lengths, resume_from_checkpoint, trial)
+        # It reads only the state from the folder: here the one with the path of the best checkpoint as it is now.
+        with tempfile.TemporaryDirectory() as folder:
+            self._resumed.save_to_json(os.path.join(folder, TRAINER_STATE))
+            return super()._init_training_state(*lengths, folder, trial)
 
     def _run_epoch(self, *args: Any, **options: Any) -> None:
         # The Trainer looks at the number of the step only after one more step.
@@ -263,7 +327,7 @@ class TensorkeepTrainer(Trainer):
         load(path, into=state, group=self._group, strict=strict)
 
 
-def _is_step(path: str) -> bool:
+def _is_step(path: str | Path) -> bool:
     return is_native(Path(path))
 
 
