@@ -187,6 +187,10 @@ class RanksDisagreeError(TensorkeepError, RuntimeError, kind="ranks-disagree", e
     """The ranks of one job passed different arguments, or another rank failed."""
 
 
+# The remedy for a block whose checksum is wrong.
+BLOCK_CHANGED = "the stored bytes have changed since the save: take another checkpoint or copy"
+
+
 class CorruptCheckpointError(TensorkeepError, ValueError, kind="corrupt", exit_code=4):
     """The checkpoint's bytes have changed since they were written, or violate the format.
 
@@ -316,6 +320,11 @@ def warn_caller(message: str | Warning) -> None:
     while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(f"{package}."):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+def skipped(name: str, error: TensorkeepError) -> str:
+    """Return the warning for a step that is not loaded because it is damaged or incomplete."""
+    return f"{name} is skipped: {error}"
 
 
 def first_line(error: BaseException) -> str:

@@ -33,6 +33,7 @@ from tensorkeep.errors import (
     UsageError,
     did_you_mean,
     explains_keywords,
+    skipped,
     warn_caller,
 )
 from tensorkeep.formats.base import StepRecord
@@ -264,6 +265,7 @@ class CheckpointManager:
         )
         self._incremental = incremental if options.incremental else {}
         self._base: Path | None = None  # the step that the next incremental save builds on
+        self._warns_of_later = True  # TensorkeepTrainer warns once, before it trains
         self._damaged: dict[Path, str | None] = {}  # steps that a restore found damaged, with their manifests' digests
 
     def __repr__(self) -> str:
@@ -342,7 +344,7 @@ class CheckpointManager:
             step = None
         for number, error in reversed(broken):
             logger.info("step %d of %s is skipped: %s", number, self.root, error)
-            warn_caller(f"step {number} is skipped: {error}")
+            warn_caller(skipped(f"step {number}", error))
         if step is not None:
             yield step
             yield from (step for _, step in found if isinstance(step, Step))
@@ -473,7 +475,7 @@ class CheckpointManager:
 
         # In another thread, because Ctrl-C could otherwise leave an open directory behind.
         replaces, later = shielded(look)
-        if later:
+        if later and self._warns_of_later:
             warn_caller(
                 f"step {step} is saved although there are later ones, up to step {later[-1]}: latest() and restore() "
                 "continue from the last one; delete() them if this run replaces them"
@@ -598,7 +600,7 @@ class CheckpointManager:
                     # The digest, not the path: a later save may replace the step.
                     self._damaged[path] = manifest_digest(path)
                     logger.info("%s is damaged and skipped: %s", path, error)
-                    warn_caller(f"{path.name} is skipped: {error}")
+                    warn_caller(skipped(path.name, error))
                     continue
                 if outcomes[0] == "missing":
                     continue  # its writer has deleted it since it was listed

@@ -209,11 +209,44 @@ def test_a_damaged_step_is_skipped_and_replaced(tmp_path: Path) -> None:
     whole.train()
     weights = tmp_path / "step-000008" / "model.safetensors"
     weights.write_bytes(bytes([*weights.read_bytes()[:-1], 7]))
-    with pytest.warns(UserWarning, match="step 8 is skipped"):
+    with pytest.warns(UserWarning, match="step-000008 is skipped") as of_the_manager:
+        tensorkeep.CheckpointManager(tmp_path).restore()
+    with pytest.warns(UserWarning, match="step-000008 is skipped") as caught:
         resumed = trainer(tmp_path)
         resumed.train(resume_from_checkpoint=True)
+    assert [str(each.message) for each in caught] == [f"{of_the_manager[0].message}\nthe run resumes after step 6"]
     assert same_weights(whole.model, resumed.model)
     assert tensorkeep.verify(tmp_path / "step-000008").ok
+
+
+def test_incomplete_steps_are_named_and_without_another_one_the_run_begins_again(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=4).train()
+    for step in (2, 4):
+        weights = tmp_path / f"step-00000{step}" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="is skipped") as caught:
+        trainer(tmp_path, max_steps=4).train(resume_from_checkpoint=True)
+    texts = [str(each.message) for each in caught if "is skipped" in str(each.message)]
+    assert [text.partition(":")[0] for text in texts] == ["step-000002 is skipped", "step-000004 is skipped"]
+    assert all(text.endswith("\nthe run starts from the beginning") for text in texts)
+
+
+def test_a_run_that_begins_again_in_its_folder_warns_once_before_it_trains(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=6).train()
+
+    class Looks(transformers.TrainerCallback):
+        def on_train_begin(self, *_: Any, **rest: Any) -> None:
+            seen.extend(caught)
+
+    seen: list[Any] = []
+    run = trainer(tmp_path, callbacks=[Looks()], max_steps=4, save_total_limit=2)
+    with pytest.warns(UserWarning, match="steps already, up to step 6") as caught:
+        run.train()
+    texts = [str(each.message) for each in caught if "step" in str(each.message)]
+    assert texts == [str(each.message) for each in seen] and len(texts) == 1
+    assert "resume_from_checkpoint=True" in texts[0] and "output_dir" in texts[0]
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        trainer(tmp_path / "empty", max_steps=2).train()
 
 
 def test_a_checkpoint_of_the_plain_trainer_is_resumed(tmp_path: Path) -> None:

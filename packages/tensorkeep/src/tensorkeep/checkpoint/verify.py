@@ -9,7 +9,7 @@ from typing import Any
 
 from tensorkeep.checkpoint.options import AllowOption, MemorySize, ProgressOption, drawn, open_settings, thread_count
 from tensorkeep.checkpoint.ranges import read_all
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike
+from tensorkeep.errors import BLOCK_CHANGED, CorruptCheckpointError, NotACheckpointError, PathLike
 from tensorkeep.formats.base import FORMATS, OpenSettings, Problem, Reader
 from tensorkeep.formats.finding import find_format, open_as
 from tensorkeep.paths import as_path
@@ -189,6 +189,14 @@ def verify_open(
         placeholders=[found.name for found in placeholders(reader.flat.skeleton)],
         problems=problems,
     )
+
+
+def error_of(report: VerifyReport) -> CorruptCheckpointError:
+    """Return the first problem of a checkpoint as the error that a load raises."""
+    first, path = report.problems[0], as_path(report.path)
+    where = path if first.file in (None, path.name) else path / first.file
+    remedy = CorruptCheckpointError.remedy if first.block is None else BLOCK_CHANGED
+    return CorruptCheckpointError(first.message, path=where, name=first.name, block=first.block, remedy=remedy)
 
 
 def _problem(error: CorruptCheckpointError | NotACheckpointError) -> Problem:

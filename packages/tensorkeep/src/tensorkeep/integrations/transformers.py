@@ -15,9 +15,9 @@ from torch import nn
 
 from tensorkeep.checkpoint.loading import load
 from tensorkeep.checkpoint.stateful import RandomState
-from tensorkeep.checkpoint.verify import verify
+from tensorkeep.checkpoint.verify import error_of, verify
 from tensorkeep.distributed import PerRank
-from tensorkeep.errors import UnsupportedError, UsageError, warn_caller
+from tensorkeep.errors import UnsupportedError, UsageError, skipped, warn_caller
 from tensorkeep.formats.native.directory import is_native, is_ours
 from tensorkeep.integrations import requires
 from tensorkeep.manager import CheckpointManager
@@ -144,11 +144,14 @@ class TensorkeepTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         """Train; see ``transformers.Trainer.train``. All steps are durable when this returns."""
+        is_given = bool(resume_from_checkpoint) and resume_from_checkpoint is not True
         if resume_from_checkpoint is True:
             # Without any checkpoint, so that a job that is queued again needs one command.
             resume_from_checkpoint = self._last_step() or get_last_checkpoint(self.args.output_dir)
         elif resume_from_checkpoint:
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
+        elif self.args.process_index == 0:
+            self._warn_of_earlier_run()
         saved = self._named_best.best
         saved.clear()
         self._resumed = self._state_of(resume_from_checkpoint) if resume_from_checkpoint else None
@@ -158,23 +161,44 @@ class TensorkeepTrainer(Trainer):
             if self._is_ours(resume_from_checkpoint):
                 saved |= {step.number: None for step in self.manager.steps() if step.number <= last}
             saved[last] = _number(self._resumed.best_model_checkpoint)
-        with self.manager:
-            found = super().train(resume_from_checkpoint or None, *args, **options)
+        # Of those that are later than a given path the manager warns.
+        self.manager._warns_of_later = is_given
+        try:
+            with self.manager:
+                found = super().train(resume_from_checkpoint or None, *args, **options)
+        finally:
+            self.manager._warns_of_later = True
         best = self.state.best_global_step
         if self.args.load_best_model_at_end and best not in (None, _number(self.state.best_model_checkpoint)):
             warn_caller(f"the model of step {best}, which is the best, was not loaded: it was evaluated, but not saved")
         return found
 
+    def _warn_of_earlier_run(self) -> None:
+        listing = self.manager.listing()
+        if numbers := [*(step.number for step in listing.steps), *listing.broken]:
+            warn_caller(
+                f"{self.manager.root} has steps already, up to step {max(numbers)}, and this run starts from the "
+                "beginning: it replaces steps of the same number, and its rules may delete others\n"
+                "give train(resume_from_checkpoint=True) to go on after the last step, or another output_dir"
+            )
+
     def _last_step(self) -> str | None:
         found: list[str | None] = [None]
         if self.args.process_index == 0:
             # Verified first, because the Trainer restores the parts one after another.
-            for step in reversed(self.manager.steps()):
+            listing = self.manager.listing()
+            broken, instead = dict(listing.broken), "the run starts from the beginning"
+            for step in reversed(listing.steps):
                 report = verify(step.path)
                 if report.ok:
-                    found = [step.path]
+                    found, instead = [step.path], f"the run resumes after step {step.number}"
+                    broken = {number: error for number, error in broken.items() if number > step.number}
                     break
-                warn_caller(f"step {step.number} is skipped: {report.problems[0]}")
+                broken[step.number] = error_of(report)
+            if found[0] is None and (plain := get_last_checkpoint(self.args.output_dir)):
+                instead = f"the run resumes from {plain}"
+            for number, error in sorted(broken.items()):
+                warn_caller(f"{skipped(f'step-{number:06d}', error)}\n{instead}")
         if self._group is not None:
             dist.broadcast_object_list(found, src=0)
         return found[0]

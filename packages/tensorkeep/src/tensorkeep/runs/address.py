@@ -17,6 +17,7 @@ from tensorkeep.errors import (
     TensorkeepError,
     UnsupportedError,
     UsageError,
+    skipped,
     warn_caller,
 )
 from tensorkeep.formats.finding import is_checkpoint
@@ -53,7 +54,7 @@ def checkpoint_path(path: PathLike) -> PathLike:
     """Return the path of the checkpoint that an address means, and warn of skipped steps; see `find_checkpoint`."""
     address = find_checkpoint(path)
     for number, error in address.skipped.items():
-        warn_caller(f"step {number} is skipped: {error}")
+        warn_caller(skipped(f"step {number}", error))
     return address.path
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tensorkeep.codecs.base import CODECS, Codec, CodecError
 from tensorkeep.codecs.planes import PlanesCodec
-from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
+from tensorkeep.errors import BLOCK_CHANGED, CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.base import BLOCK_BYTES, Reader, StoredLeaf
 from tensorkeep.formats.checksummed_json import digest, is_wide, new_hasher
 from tensorkeep.state.dtypes import DType
@@ -257,7 +257,7 @@ def _named(tensor: StoredTensor, index: int) -> Iterator[None]:
             path=error.path or tensor.blocks[index].file.path,
             name=tensor.name,
             block=index,
-            remedy="the stored bytes have changed since the save: take another checkpoint or copy",
+            remedy=BLOCK_CHANGED,
         ) from error
 
 
