@@ -219,6 +219,17 @@ def test_a_damaged_step_is_skipped_and_replaced(tmp_path: Path) -> None:
     assert tensorkeep.verify(tmp_path / "step-000008").ok
 
 
+def test_a_run_says_where_it_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for steps, told in (
+        (2, f"no step in {tmp_path}: starting from the beginning"),
+        (4, "resuming after step 2"),
+        (4, "the run is finished at step 4: nothing to train"),
+    ):
+        trainer(tmp_path, max_steps=steps).train(resume_from_checkpoint=True)
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if not line.startswith("{")] == [told]
+
+
 def test_incomplete_steps_are_named_and_without_another_one_the_run_begins_again(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=4).train()
     for step in (2, 4):

@@ -95,6 +95,7 @@ class TensorkeepTrainer(Trainer):
     ... )
     >>> trainer = TensorkeepTrainer(GPT2LMHeadModel(config), arguments, train_dataset=rows)
     >>> trainer.train(resume_from_checkpoint=True).global_step  # doctest: +ELLIPSIS
+    no step in ...: starting from the beginning
     {...}
     2
     >>> [step.number for step in trainer.manager.steps()]
@@ -148,6 +149,8 @@ class TensorkeepTrainer(Trainer):
         if resume_from_checkpoint is True:
             # Without any checkpoint, so that a job that is queued again needs one command.
             resume_from_checkpoint = self._last_step() or get_last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                self._tell(f"no step in {self.manager.root}: starting from the beginning")
         elif resume_from_checkpoint:
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
         elif self.args.process_index == 0:
@@ -256,7 +259,18 @@ class TensorkeepTrainer(Trainer):
         # It reads only the state from the folder: here the one with the path of the best checkpoint as it is now.
         with tempfile.TemporaryDirectory() as folder:
             self._resumed.save_to_json(os.path.join(folder, TRAINER_STATE))
-            return super()._init_training_state(*lengths, folder, trial)
+            found = super()._init_training_state(*lengths, folder, trial)
+        step = self.state.global_step
+        is_finished = step >= max_steps
+        self._tell(
+            f"the run is finished at step {step}: nothing to train" if is_finished else f"resuming after step {step}"
+        )
+        return found
+
+    def _tell(self, text: str) -> None:
+        # Printed like the losses: the Trainer's logger shows warnings only.
+        if self.is_world_process_zero():
+            print(text, flush=True)
 
     def _run_epoch(self, *args: Any, **options: Any) -> None:
         # The Trainer looks at the number of the step only after one more step.
