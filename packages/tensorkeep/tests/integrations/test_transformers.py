@@ -112,7 +112,7 @@ def test_a_finished_run_that_was_moved_or_copied_loads_its_own_best_step(tmp_pat
         old.rename(new)
     else:
         shutil.copytree(old, new)
-        # The other run goes on and replaces its step by other weights.
+        # The other run replaces its step by other weights.
         tensorkeep.save({"model": trainer(tmp_path / "any").model}, old / "step-000004", overwrite=True)
     again = trainer(new, accuracies=iter([]), save_total_limit=1, **BEST)
     again.train(resume_from_checkpoint=True)
@@ -220,14 +220,14 @@ def test_a_damaged_step_is_skipped_and_replaced(tmp_path: Path) -> None:
 
 
 def test_a_run_says_where_it_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for steps, told in (
+    for steps, expected in (
         (2, f"no step in {tmp_path}: starting from the beginning"),
         (4, "resuming after step 2"),
         (4, "the run is finished at step 4: nothing to train"),
     ):
         trainer(tmp_path, max_steps=steps).train(resume_from_checkpoint=True)
         lines = capsys.readouterr().out.splitlines()
-        assert [line for line in lines if not line.startswith("{")] == [told]
+        assert [line for line in lines if not line.startswith("{")] == [expected]
 
 
 def test_incomplete_steps_are_named_and_without_another_one_the_run_begins_again(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ class TensorkeepTrainer(Trainer):
             # Without any checkpoint, so that a job that is queued again needs one command.
             resume_from_checkpoint = self._last_step() or get_last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
-                self._tell(f"no step in {self.manager.root}: starting from the beginning")
+                self._print(f"no step in {self.manager.root}: starting from the beginning")
         elif resume_from_checkpoint:
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
         elif self.args.process_index == 0:
@@ -182,7 +182,7 @@ class TensorkeepTrainer(Trainer):
             warn_caller(
                 f"{self.manager.root} has steps already, up to step {max(numbers)}, and this run starts from the "
                 "beginning: it replaces steps of the same number, and its rules may delete others\n"
-                "give train(resume_from_checkpoint=True) to go on after the last step, or another output_dir"
+                "give train(resume_from_checkpoint=True) to resume after the last step, or another output_dir"
             )
 
     def _last_step(self) -> str | None:
@@ -262,12 +262,12 @@ class TensorkeepTrainer(Trainer):
             found = super()._init_training_state(*lengths, folder, trial)
         step = self.state.global_step
         is_finished = step >= max_steps
-        self._tell(
+        self._print(
             f"the run is finished at step {step}: nothing to train" if is_finished else f"resuming after step {step}"
         )
         return found
 
-    def _tell(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         # Printed like the losses: the Trainer's logger shows warnings only.
         if self.is_world_process_zero():
             print(text, flush=True)
