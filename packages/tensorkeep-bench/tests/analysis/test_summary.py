@@ -170,6 +170,9 @@ def test_arms_that_did_not_run_or_failed_a_gate_have_the_reason_and_are_grouped_
     summary = summarise(document(ARMS, replaced=planned))
     assert summary["arms"]["fast"]["save"]["reason"] == "not reached yet"
     assert {"text": "5 of 25 cells were not reached", "remedy": "continue with --resume"} in summary["warnings"]
+    assert {entry["text"].partition(": ")[2] for entry in summary["recommendations"] if not entry["arm"]} <= {
+        "not decided, 5 of 25 cells were not reached"
+    }
     # One failed gate invalidates all figures of an arm.
     summary = summarise(document(ARMS, replaced=[broken("fast", 3, "gate", "tensor 'w' differs")]))
     reason = "the loaded state differs from the saved one, in 1 of 5 blocks: tensor 'w' differs"

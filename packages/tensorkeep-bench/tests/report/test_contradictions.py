@@ -118,6 +118,10 @@ _HEADLINES: list[tuple[str, Check]] = [
         lambda match, arms: "helps" not in {row.verdict for row in arms.values()} and _counted(match, arms),
     ),
     (
+        rf"not decided, \d+ of \d+ cells were not reached{_COUNTS}\.",
+        lambda match, arms: "helps" not in {row.verdict for row in arms.values()} and _counted(match, arms),
+    ),
+    (
         rf"after \d+ blocks no verdict is possible: the baseline against itself spans .*\(95%\){_COUNTS}\.",
         lambda match, arms: not {"helps", "hurts"} & {row.verdict for row in arms.values()} and _counted(match, arms),
     ),
@@ -143,7 +147,7 @@ _RECOMMENDED: list[tuple[str, Check]] = [
         lambda match, arms: arms[match["arm"]].better,
     ),
     (rf"{_NUMBER} of the bytes", lambda match, arms: True),
-    (r"no arm is shown to be better than a", lambda match, arms: True),
+    (r"no arm is shown to be better than a|not decided, \d+ of \d+ cells were not reached", lambda match, arms: True),
     (rf"{_ARM}\|\d+ blocks do not decide whether it is better than (?P<others>.*)", _overlapping),
     (rf"{_ARM}\|but worse in .*", lambda match, arms: True),
     (rf"{_ARM}\|but it failed in \d+ of \d+ blocks", lambda match, arms: True),
@@ -212,7 +216,7 @@ def _decided(match: re.Match[str], arms: dict[str, Row]) -> bool:
 
 def check_all_round(text: str, shown: Shown) -> None:
     arm, *parts = text.split("; ")
-    if arm.startswith("no arm is shown to"):
+    if arm.startswith(("no arm is shown to", "not decided, ")):
         return
     for part in parts:
         if part.startswith(("the gains of ", "but it failed in ")):

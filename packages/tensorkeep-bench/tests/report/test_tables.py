@@ -121,6 +121,8 @@ def test_the_headline_names_the_best_arm_that_helps_and_an_interrupted_run_is_re
     document["cells"][-1].update(status="planned", figures={})
     cells = len(document["cells"])
     assert completeness(read(document, tmp_path)) == f"This run is not complete: 1 of {cells} cells were not reached."
+    waiting = f"1 of {cells} cells were not reached"
+    assert headlines(read(document, tmp_path))[0] == f"Durable save: not decided, {waiting}; of 11: 11 within noise."
 
 
 def test_noise_and_gains_beyond_it_are_reported(tmp_path: Path) -> None:

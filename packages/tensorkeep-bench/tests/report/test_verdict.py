@@ -46,6 +46,12 @@ def test_what_is_worse_is_in_the_sentence(tmp_path: Path) -> None:
 def test_without_a_recommendation_the_sentence_says_so(tmp_path: Path) -> None:
     none = peers(saving=None, size=None, all=None)
     assert sentence(none, tmp_path) == "No arm is shown to be better than pytorch on this machine."
+    # What was not reached may be better.
+    none["cells"][-1].update(status="planned", figures={})
+    waiting = f"1 of {len(none['cells'])} cells were not reached"
+    assert sentence(none, tmp_path) == f"Not decided: {waiting}."
+    none["summary"]["recommendations"][0]["arm"] = "fast"
+    assert sentence(none, tmp_path).startswith(f"Not decided all round: {waiting}. So far, fast saves 2.10x faster")
     once = documents.document({"pytorch": (3.0, 2.0, 1.0), "fast": (1.0, 1.0, 1.0)}, runs=1)
     once["summary"]["recommendations"] = []
     assert sentence(once, tmp_path).endswith("measure again with --runs 5.")

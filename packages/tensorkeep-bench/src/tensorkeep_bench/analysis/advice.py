@@ -7,7 +7,7 @@ from statistics import median
 from typing import get_args
 
 from tensorkeep.ext import counted, format_bytes, format_seconds, number
-from tensorkeep_bench.analysis.samples import Samples, threshold, too_small
+from tensorkeep_bench.analysis.samples import Samples, threshold, too_small, unreached
 from tensorkeep_bench.results import Advice, Arm, Caution, Judged, Measure, Recommendation, Results
 from tensorkeep_bench.statistics import blocks_needed
 from tensorkeep_bench.wording import difference, gain, gate_words, interval, interval_95, listed, verdict_words
@@ -142,7 +142,7 @@ def _single(samples: Samples, purpose: str, measure: Measure) -> Recommendation:
     what = f"on this machine, {_what(purpose, measure)}"
     left_out = "".join(f"; {name} is left out: {reason}" for name, reason in excluded.items())
     if not ranked:
-        return Recommendation(purpose, f"{what}: no arm is shown to be better than {samples.baseline}{left_out}")
+        return Recommendation(purpose, f"{what}: {_none_better(samples)}{left_out}")
     best = ranked[0]
     text = f"{what}: {_called(best)}, {_gain_text(samples, best, measure)}"
     if purpose != "size":
@@ -150,6 +150,12 @@ def _single(samples: Samples, purpose: str, measure: Measure) -> Recommendation:
         text += f", {number(1 / stored.gain)} of the bytes" if stored else ""
     text += _peers(samples, ranked, measure) + _worse(samples, best) + _failures(samples, best) + left_out
     return Recommendation(purpose, text, best.name, best.settings, best.use)
+
+
+def _none_better(samples: Samples) -> str:
+    # What an interrupted run has not measured yet may be better.
+    waiting = unreached(samples.results)
+    return f"not decided, {waiting}" if waiting else f"no arm is shown to be better than {samples.baseline}"
 
 
 def _gain_text(samples: Samples, arm: Arm, measure: Measure) -> str:
@@ -200,8 +206,8 @@ def _all_round(samples: Samples, judged: Mapping[str, Measure]) -> Recommendatio
     sound = [arm for arm in candidates(samples) if _is_better_all_round(samples, arm, measures)]
     if not sound:
         helping = any(samples.statistics(arm, one).verdict == "helps" for arm in _sound(samples) for one in measures)
-        text = f"no arm is shown to be better than {samples.baseline}"
-        if helping:
+        text = _none_better(samples)
+        if helping and not unreached(samples.results):
             text = f"no arm is shown to improve one of {listed(list(judged))} without making another worse"
         return Recommendation("all", f"on this machine, all round: {text}")
     front = list(_front(samples, sound, measures))
@@ -305,10 +311,8 @@ def too_noisy(results: Results, measure: Measure) -> str:
 
 
 def _unreached(samples: Samples) -> Iterator[Caution]:
-    cells = samples.results.cells
-    waiting = sum(cell.status == "planned" for cell in cells)
-    if waiting:
-        yield Caution(f"{waiting} of {counted(len(cells), 'cell')} were not reached", "continue with --resume")
+    if waiting := unreached(samples.results):
+        yield Caution(waiting, "continue with --resume")
 
 
 def _failed_cells(samples: Samples) -> Iterator[Caution]:

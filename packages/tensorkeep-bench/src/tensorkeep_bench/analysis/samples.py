@@ -155,6 +155,12 @@ def too_short(results: Results, arm: str, measure: Measure) -> bool:
     return (results.statistics(arm, measure.name).median or 0.0) < _SHORTEST
 
 
+def unreached(results: Results) -> str:
+    """Return how many cells of an interrupted run were not reached, as ``2 of 9 cells were not reached``, else ""."""
+    waiting = sum(cell.status == "planned" for cell in results.cells)
+    return f"{waiting} of {counted(len(results.cells), 'cell')} were not reached" if waiting else ""
+
+
 def noise_of(controls: Sequence[Comparison]) -> Noise | None:
     """Return the noise floor that A/A controls show; None without a control that ran in at least two blocks."""
     shown = [(one.low, one.high, one.n) for one in controls if one.low is not None and one.high is not None]

@@ -5,7 +5,7 @@ from typing import get_args
 
 from tensorkeep.ext import counted, format_bytes
 from tensorkeep_bench.analysis.advice import too_noisy
-from tensorkeep_bench.analysis.samples import TOO_SMALL, too_small
+from tensorkeep_bench.analysis.samples import TOO_SMALL, too_small, unreached
 from tensorkeep_bench.report.measures import compared_arms
 from tensorkeep_bench.results import ArmStatistics, ClaimVerdict, Measure, Recommendation, Results, Verdict
 from tensorkeep_bench.wording import capitalised, difference, gain, interval, listed, verdict_words
@@ -21,9 +21,8 @@ def measured_by(results: Results) -> str:
 
 
 def completeness(results: Results) -> str:
-    waiting = sum(cell.status == "planned" for cell in results.cells)
-    if waiting:
-        return f"This run is not complete: {waiting} of {len(results.cells)} cells were not reached."
+    if waiting := unreached(results):
+        return f"This run is not complete: {waiting}."
     return "" if results.complete else "This run was not finished."
 
 
@@ -60,6 +59,8 @@ def _headline(results: Results, measure: Measure, baseline: str) -> str:
     if noisy := too_noisy(results, measure):
         return f"{label}: {noisy}{counts}."
     helping = [(name, one) for name, one in found.items() if one.verdict == "helps"]
+    if not helping and (waiting := unreached(results)):
+        return f"{label}: not decided, {waiting}{counts}."
     if not helping:
         return f"{label}: no arm is shown to be better than {baseline}{counts}."
     name, best = max(helping, key=lambda pair: pair[1].gain or 0)
@@ -126,7 +127,11 @@ def _verdict_sentence(results: Results) -> str:
     # No arm is best all round, but one is better for a purpose.
     if partly := [one.arm for one in found if one.arm is not None]:
         effects = _effects(results, partly[0], baseline)
+        if waiting := unreached(results):
+            return f"Not decided all round: {waiting}. So far, {_quoted(partly[0])} {effects}."
         return f"No arm is better than {baseline} in everything on this machine: {_quoted(partly[0])} {effects}."
+    if waiting := unreached(results):
+        return f"Not decided: {waiting}."
     if results.blocks < 2:
         return f"One run per arm cannot show a difference from {baseline}: measure again with --runs 5."
     return f"No arm is shown to be better than {baseline} on this machine."
