@@ -6,7 +6,7 @@ from typing import Any
 from report import documents
 from report.documents import read
 from tensorkeep_bench.report.measures import machine_name, subject_name
-from tensorkeep_bench.report.sentences import verdict_sentence
+from tensorkeep_bench.report.sentences import headlines, verdict_sentence
 
 
 def sentence(document: dict[str, Any], folder: Path) -> str:
@@ -57,6 +57,18 @@ def test_without_a_recommendation_the_sentence_says_so(tmp_path: Path) -> None:
     assert sentence(once, tmp_path).endswith("measure again with --runs 5.")
     once["subject"]["bytes"] = 1000
     assert "too small to time" in sentence(once, tmp_path)
+
+
+def test_a_single_configuration_is_not_called_worse_than_itself(tmp_path: Path) -> None:
+    alone = documents.document({"my_custom_test": (3.0, 2.0, 1.0)}, runs=3)
+    expected = "One configuration, my_custom_test: nothing to compare; add another, such as baseline."
+    assert sentence(alone, tmp_path) == expected
+    assert headlines(read(alone, tmp_path)) == [expected]
+    # A size that is too small to time does not hide it.
+    alone["subject"]["bytes"] = 1000
+    assert sentence(alone, tmp_path) == expected
+    baseline = documents.document({"baseline": (3.0, 2.0, 1.0)}, runs=3)
+    assert sentence(baseline, tmp_path) == "One configuration, baseline: nothing to compare; add another."
 
 
 def test_a_loss_is_compared_in_percent_and_claims_are_counted(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import get_args
 from tensorkeep.ext import counted, format_bytes
 from tensorkeep_bench.analysis.advice import too_noisy
 from tensorkeep_bench.analysis.samples import TOO_SMALL, too_small, unreached
+from tensorkeep_bench.experiment import BASELINE
 from tensorkeep_bench.report.measures import compared_arms
 from tensorkeep_bench.results import ArmStatistics, ClaimVerdict, Measure, Recommendation, Results, Verdict
 from tensorkeep_bench.wording import capitalised, difference, gain, interval, listed, verdict_words
@@ -31,6 +32,8 @@ def headlines(results: Results) -> list[str]:
     # Claims are judged one by one, and a claim that the state is too small for says so.
     if results.summary.claims:
         return [_claims(results)]
+    if only := _only_arm(results):
+        return [only]
     if too_small(results):
         # Verdicts on times are withheld; the bytes of a checkpoint are exact at any size.
         sizes = [one for one in results.primary() if one.unit != "s" and results.baseline]
@@ -41,6 +44,14 @@ def headlines(results: Results) -> list[str]:
     if not results.ran(results.baseline):
         return [f"The baseline, {results.baseline}, has no figures, so no arm is called better or worse."]
     return [_headline(results, measure, results.baseline) for measure in results.primary()]
+
+
+def _only_arm(results: Results) -> str:
+    names = [arm.name for arm in results.arms if arm.role != "control"]
+    if results.baseline is None or len(names) != 1:
+        return ""
+    other = "" if names[0] == BASELINE else f", such as {BASELINE}"
+    return f"One configuration, {_quoted(names[0])}: nothing to compare; add another{other}."
 
 
 def noise_lines(results: Results) -> list[str]:
@@ -118,7 +129,7 @@ def _verdict_sentence(results: Results) -> str:
     if results.summary.claims:
         return _claims(results)
     baseline, found = results.baseline, results.summary.recommendations
-    if too_small(results) or baseline is None or not results.ran(baseline):
+    if _only_arm(results) or too_small(results) or baseline is None or not results.ran(baseline):
         return headlines(results)[0]
     for one in found:
         # A single purpose has no recommendation all round.
