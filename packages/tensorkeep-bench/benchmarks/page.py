@@ -75,7 +75,9 @@ def _section(name: str) -> Iterator[str]:
     else:
         yield _arms_table(results)
         yield from (f"{table.title}:\n\n{_table(table)}" for table in design_tables(results)["steps"][:2])
-        yield "".join(f"* {line}\n" for line in headlines(results))
+        # An arm and its control show the noise, and have no verdict.
+        if any(arm.role == "arm" for arm in results.arms):
+            yield "".join(f"* {line}\n" for line in headlines(results))
     yield "Noise:\n\n" + "".join(f"* {line}\n" for line in noise_lines(results))
 
 

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 
 from tensorkeep.ext import counted, number
-from tensorkeep_bench.results import ArmStatistics
+from tensorkeep_bench.results import ArmStatistics, Claim
 
 NOTHING = "-"
+
+TOO_SHORT = " is too short to time with "  # in the reason of a claim that the state is too small for
 
 NEAR, FAR = 0.01, 100.0  # where the ends of a very wide interval, and the axis of gains, are cut off
 
@@ -47,6 +49,13 @@ def verdict_words(found: ArmStatistics) -> str:
     """Return ``helps``, ``undecided after 5 blocks`` or another verdict; ``no verdict`` without one."""
     after = f" after {counted(found.blocks, 'block')}" if found.verdict == "undecided" else ""
     return f"{found.verdict or 'no verdict'}{after}"
+
+
+def claim_words(claim: Claim) -> str:
+    """Return the verdict on a claim in words: ``not run`` beside measured figures would read as a contradiction."""
+    reasons = claim.reason.split("; ")
+    too_small = claim.verdict == "not run" and all(TOO_SHORT in reason for reason in reasons)
+    return "too small to decide" if too_small else claim.verdict
 
 
 def difference(ratio: float) -> str:

@@ -14,6 +14,7 @@ from tensorkeep_bench.analysis import claims as module
 from tensorkeep_bench.analysis import summary
 from tensorkeep_bench.analysis.samples import Samples
 from tensorkeep_bench.experiment import read_experiment
+from tensorkeep_bench.wording import claim_words
 
 Claims = dict[str, dict[str, Any]]
 # Seconds per GiB and bytes per byte with which every claim that can be reproduced is.
@@ -203,6 +204,7 @@ def test_a_small_state_has_claims_about_sizes_and_long_times_only() -> None:
     assert found["3a"].verdict == "reproduced"
     reason = "pytorch is too short to time with 43.8 MB: 256 MB are enough"
     assert [(found[id].verdict, found[id].reason) for id in ("1a", "1b", "1c")] == [("not run", reason)] * 3
+    assert {claim_words(found[id]) for id in ("1a", "1b", "1c")} == {"too small to decide"}
 
 
 def test_a_rate_that_falls_is_a_fraction_of_the_speed() -> None:

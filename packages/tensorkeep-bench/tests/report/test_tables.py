@@ -178,6 +178,19 @@ def test_tables_of_designs(tmp_path: Path) -> None:
     assert tables.claims_table(factorial) is None
 
 
+def test_a_claim_with_figures_that_a_small_state_cannot_decide_is_not_called_not_run(tmp_path: Path) -> None:
+    document = documents.with_claims()
+    one, other = document["summary"]["claims"]
+    short = "pytorch is too short to time with 43.8 MB: 256 MB are enough"
+    one.update(verdict="not run", reason=short)
+    other.update(verdict="not run", reason=f"{short}; t5x: took longer than 600 s")
+    found = read(document, tmp_path)
+    table = tables.claims_table(found)
+    assert table is not None and [row[1] for row in table.texts()] == ["too small to decide", "not run"]
+    counted = "1 is not run and 1 is left open because the state is too small"
+    assert headlines(found) == [f"Of 2 published claims, {counted} on this machine."]
+
+
 def test_csv_has_a_row_per_cell_and_measure(tmp_path: Path) -> None:
     document = documents.document(missing={"t5x_full": ("failed", 'it said: "no",\nand went')})
     found = read(document, tmp_path)

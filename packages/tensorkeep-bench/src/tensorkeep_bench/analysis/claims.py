@@ -33,7 +33,7 @@ from tensorkeep.ext import format_bytes, number, prepared
 from tensorkeep_bench.analysis.samples import SMALLEST, SMALLEST_STATE, Samples, too_short
 from tensorkeep_bench.results import Claim, ClaimVerdict
 from tensorkeep_bench.statistics import Comparison
-from tensorkeep_bench.wording import difference, interval_95, listed
+from tensorkeep_bench.wording import TOO_SHORT, difference, interval_95, listed
 from tensorkeep_formats.tensorstore.specs import chunk_shape
 
 _WIDEST = 4.0
@@ -172,7 +172,7 @@ def _obstacle(samples: Samples, pair: ArmPair, found: Comparison | None) -> str 
     for name in (pair.baseline, pair.arm):
         if measure is not None and too_short(samples.results, name, measure):
             nbytes = format_bytes(samples.results.subject.bytes or 0)
-            return f"{name} is too short to time with {nbytes}: {format_bytes(SMALLEST_STATE)} are enough"
+            return f"{name}{TOO_SHORT}{nbytes}: {format_bytes(SMALLEST_STATE)} are enough"
     one, other = arms[pair.baseline].settings, arms[pair.arm].settings
     # Settings that differ beyond the claim would be an explanation of their own.
     differing = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}

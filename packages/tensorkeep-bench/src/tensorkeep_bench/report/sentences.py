@@ -9,7 +9,7 @@ from tensorkeep_bench.analysis.samples import TOO_SMALL, too_small, unreached
 from tensorkeep_bench.experiment import BASELINE
 from tensorkeep_bench.report.measures import compared_arms
 from tensorkeep_bench.results import ArmStatistics, ClaimVerdict, Measure, Recommendation, Results, Verdict
-from tensorkeep_bench.wording import capitalised, difference, gain, interval, listed, verdict_words
+from tensorkeep_bench.wording import capitalised, claim_words, difference, gain, interval, listed, verdict_words
 
 # The verdicts that a headline counts in other words.
 _COUNTED = {"helps": "better", "hurts": "worse", "too few runs": "with too few runs"}
@@ -47,11 +47,13 @@ def headlines(results: Results) -> list[str]:
 
 
 def _only_arm(results: Results) -> str:
-    names = [arm.name for arm in results.arms if arm.role != "control"]
-    if results.baseline is None or len(names) != 1:
+    arms = [arm for arm in results.arms if arm.role != "control"]
+    if results.baseline is None or len(arms) != 1:
         return ""
-    other = "" if names[0] == BASELINE else f", such as {BASELINE}"
-    return f"One configuration, {_quoted(names[0])}: nothing to compare; add another{other}."
+    # The configurations of a suite are compared with the one of this name.
+    named = arms[0].settings.get("tool") == "tensorstore" and arms[0].name != BASELINE
+    other = f", such as {BASELINE}" if named else ""
+    return f"One configuration, {_quoted(arms[0].name)}: nothing to compare; add another{other}."
 
 
 def noise_lines(results: Results) -> list[str]:
@@ -176,11 +178,13 @@ _CLAIM_WORDS = {
     "same direction": "true in direction",
     "same direction, larger": "true in direction and larger than claimed",
     "same direction, smaller": "true in direction and smaller than claimed",
+    "too small to decide": "left open because the state is too small",
 }
 
 
 def _claims(results: Results) -> str:
-    counts = Counter(claim.verdict for claim in results.summary.claims)
-    found = [(_CLAIM_WORDS.get(verdict, verdict), counts[verdict]) for verdict in get_args(ClaimVerdict)]
+    counts = Counter(map(claim_words, results.summary.claims))
+    words = (*get_args(ClaimVerdict), "too small to decide")
+    found = [(_CLAIM_WORDS.get(verdict, verdict), counts[verdict]) for verdict in words]
     parts = [f"{count} {'is' if count == 1 else 'are'} {words}" for words, count in found if count]
     return f"Of {counted(len(results.summary.claims), 'published claim')}, {listed(parts, len(parts))} on this machine."

@@ -20,6 +20,7 @@ from tensorkeep_bench.statistics import Description
 from tensorkeep_bench.wording import (
     NOTHING,
     capitalised,
+    claim_words,
     difference,
     gain,
     interval,
@@ -367,7 +368,7 @@ def _claim(claim: Claim) -> tuple[TableEntry, ...]:
     measured = claim.ours
     if not measured and claim.gain is not None:
         measured = f"{gain(claim.gain)} (95% {interval(claim.gain_low, claim.gain_high)})"
-    verdict = TableEntry(claim.verdict, tone=_CLAIM_TONES.get(claim.verdict, "faint"))
+    verdict = TableEntry(claim_words(claim), tone=_CLAIM_TONES.get(claim.verdict, "faint"))
     texts = entries(claim.claim, claim.theirs or NOTHING, measured or NOTHING, claim.reason)
     return TableEntry(claim.id), verdict, *texts
 
