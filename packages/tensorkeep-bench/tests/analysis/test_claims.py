@@ -1,6 +1,8 @@
 """Published claims, checked on documents that were made from known true gains."""
 
 import json
+import re
+import shlex
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from chatgot.config.recipes import get_recipe
 from documents import Truth, broken, document, results, summarise, truth
 from tensorkeep.testing.cases import case
 from tensorkeep_bench.analysis import claims as module
@@ -159,6 +162,22 @@ def test_the_shipped_experiments_have_the_arms_and_isolate_the_causes() -> None:
         with case(name):
             assert {arm.name for arm in plan.arms if arm.role != "control"} == published.arms("training")
             assert plan.experiment.settings["recipe"] in {claim.recipe for claim in published.training}
+
+
+def test_the_commands_of_claims_name_arms_experiments_and_recipes_that_exist() -> None:
+    reasons = " ".join(claim.reason for claim in module.published_claims().elsewhere)
+    commands = [shlex.split(text) for text in re.findall("`(tensorkeep .*?)`", reasons)]
+    assert len(commands) >= 5
+    for _, *words in commands:
+        with case(" ".join(words)):
+            if words[:2] == ["bench", "training"]:
+                given = dict(zip(words[2::2], words[3::2], strict=True))
+                plan = read_experiment(given.get("--experiment", "techniques"))
+                if arm := given.get("--arms"):
+                    plan = plan.only([arm])
+            else:
+                assert words[:2] == ["tune", "training"]
+                get_recipe(words[2])
 
 
 def test_only_experiments_about_claims_have_claims_in_their_summary() -> None:
