@@ -138,6 +138,11 @@ def test_without_an_arm_or_a_second_block_or_with_other_settings_a_claim_is_not_
     found = claims(arms={name: AS_CLAIMED[name] for name in ("pytorch", "t5x")})
     assert found["1a"]["verdict"] == "confounded"
     assert (found["2"]["verdict"], found["2"]["reason"]) == ("not run", "the experiment has no tensorstore")
+    # Measures have the names of the tables, and an interrupted run is described as one.
+    planned = [broken("t5x" if block % 2 else "pytorch", block, "planned", None) for block in range(5)]
+    assert claims(replaced=planned)["1a"]["reason"] == "pytorch and t5x did not run in the same block"
+    arms = {name: {key: value for key, value in AS_CLAIMED[name].items() if key != "load_warm"} for name in AS_CLAIMED}
+    assert claims(arms=arms)["1b"]["reason"] == "warm load: not measured for pytorch and t5x here"
     # One block is not enough.
     found = claims(runs=1)
     assert {claim["verdict"] for id, claim in found.items() if not id.startswith("9")} == {"not run"}

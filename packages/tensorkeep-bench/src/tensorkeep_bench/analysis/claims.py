@@ -164,11 +164,16 @@ def _obstacle(samples: Samples, pair: ArmPair, found: Comparison | None) -> str 
     missing = [name for name in (pair.baseline, pair.arm) if name not in arms]
     if missing:
         return f"the experiment has no {listed(missing)}"
+    measure = samples.results.measure(pair.measure)
     if found is None:
         if failures := [*samples.failures(pair.baseline), *samples.failures(pair.arm)]:
             return f"{failures[0].arm}: {failures[0].reason or failures[0].status}"
-        return f"{pair.baseline} and {pair.arm} have no block in common with {pair.measure}"
-    measure = samples.results.measure(pair.measure)
+        blocks = (
+            {cell.block for cell in samples.cells_of(name) if cell.status == "ok"} for name in (pair.baseline, pair.arm)
+        )
+        if set.intersection(*blocks):
+            return f"{measure.label if measure else pair.measure}: not measured for {pair.baseline} and {pair.arm} here"
+        return f"{pair.baseline} and {pair.arm} did not run in the same block"
     for name in (pair.baseline, pair.arm):
         if measure is not None and too_short(samples.results, name, measure):
             nbytes = format_bytes(samples.results.subject.bytes or 0)

@@ -254,7 +254,7 @@ def _step(samples: Samples, change: str, arms: Sequence[str], index: int, measur
     whole = samples.compare(last, base, measure)
     fraction = _fraction(samples.log_gains(arm, before, measure), samples.log_gains(last, base, measure), whole)
     notes = [
-        *([] if step else [f"{change}: {arm} and {before} have no block in common"]),
+        *([] if step else [f"{change}: {arm} and {before} did not run in the same block"]),
         *([] if gain_alone else [f"alone: {why_not_alone}"]),
         *([] if gain_without else [f"without: {why_not_without}"]),
         *([f"fraction: {fraction}"] if isinstance(fraction, str) else []),
