@@ -55,6 +55,12 @@ def test_without_a_recommendation_the_sentence_says_so(tmp_path: Path) -> None:
     once = documents.document({"pytorch": (3.0, 2.0, 1.0), "fast": (1.0, 1.0, 1.0)}, runs=1)
     once["summary"]["recommendations"] = []
     assert sentence(once, tmp_path).endswith("measure again with --runs 5.")
+    # Sizes are the same in every run.
+    sized = documents.document({"pytorch": (3.0, 2.0, 1.0), "fast": (1.0, 1.0, 0.66)}, runs=1)
+    assert sentence(sized, tmp_path) == (
+        "One run per arm cannot show a difference in speed from pytorch: measure again with --runs 5. "
+        "Sizes need no more runs: fast writes 34% fewer bytes than pytorch."
+    )
     once["subject"]["bytes"] = 1000
     assert "too small to time" in sentence(once, tmp_path)
 

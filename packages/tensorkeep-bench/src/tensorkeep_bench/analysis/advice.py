@@ -63,7 +63,9 @@ def try_first(samples: Samples) -> Iterator[Advice]:
         worse = [one for one in measures if verdicts[one.name] == "hurts"]
         # A gain that is not shown has no weight, and a worse loss is not weighed against speed or memory.
         score = _score(samples, arm, [*better, *worse])
-        if better and score > 0 and not any(one.unit == "nats" for one in worse):
+        # Of an arm with one block, only the size is known.
+        known = all(samples.statistics(arm, one).verdict != "too few runs" for one in samples.primary)
+        if better and known and score > 0 and not any(one.unit == "nats" for one in worse):
             gains = listed([f"{one.label} {number(_gain(samples, arm, one))}x" for one in better])
             text = f"{_called(arm)}: {gains}{_worse(samples, arm)}"
             found.append((score, Advice(arm.name, text, arm.use)))
@@ -83,7 +85,7 @@ def avoid(samples: Samples) -> Iterator[Advice]:
             continue
         if slow := slowness(samples, arm):
             yield Advice(arm.name, f"{_called(arm)}: {slow}")
-        elif hurts and not any(verdict == "helps" for _, verdict in verdicts):
+        elif hurts and not {"helps", "too few runs"} & {verdict for _, verdict in verdicts}:
             yield Advice(arm.name, f"{_called(arm)}: worse in {listed(hurts)}, and better in nothing")
 
 
@@ -179,7 +181,8 @@ def _peers(samples: Samples, ranked: Sequence[Arm], measure: Measure) -> str:
         if against is not None and (against.low is None or against.low <= 1) and overlapping:
             level.append(other.name)
     after = counted(samples.results.blocks, "block")
-    return f"; {after} do not decide whether it is better than {listed(level)}" if level else ""
+    verb = "does" if samples.results.blocks == 1 else "do"
+    return f"; {after} {verb} not decide whether it is better than {listed(level)}" if level else ""
 
 
 def _worse(samples: Samples, arm: Arm) -> str:

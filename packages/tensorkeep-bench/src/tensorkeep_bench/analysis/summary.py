@@ -125,7 +125,8 @@ def _statistics(
 
 
 def _detectable(comparison: Comparison, tests: int, noise: Noise | None, least: float) -> float | None:
-    if comparison.std is None:
+    # A size of one block has no deviation to test.
+    if comparison.std is None or comparison.n < 2:
         return None
     by_test = detectable_gain(comparison.std, comparison.n, tests, comparison.borrowed)
     # A gain counts only if the test shows it, above the noise floor and ``least``.

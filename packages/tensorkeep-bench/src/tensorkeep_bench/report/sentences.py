@@ -134,20 +134,27 @@ def _verdict_sentence(results: Results) -> str:
     if _only_arm(results) or too_small(results) or baseline is None or not results.ran(baseline):
         return headlines(results)[0]
     for one in found:
-        # A single purpose has no recommendation all round.
-        if one.arm is not None and (one.purpose == "all" or len(found) == 1):
+        # A single purpose has no recommendation all round; one run shows the size only.
+        if one.arm is not None and (one.purpose == "all" or (len(found) == 1 and results.blocks > 1)):
             return f"Use {_quoted(one.arm)} on this machine: it {_effects(results, one.arm, baseline)}."
     # No arm is best all round, but one is better for a purpose.
     if partly := [one.arm for one in found if one.arm is not None]:
         effects = _effects(results, partly[0], baseline)
         if waiting := unreached(results):
             return f"Not decided all round: {waiting}. So far, {_quoted(partly[0])} {effects}."
+        if results.blocks < 2:
+            return f"{_one_run(results, 'speed')} Sizes need no more runs: {_quoted(partly[0])} {effects}."
         return f"No arm is better than {baseline} in everything on this machine: {_quoted(partly[0])} {effects}."
     if waiting := unreached(results):
         return f"Not decided: {waiting}."
     if results.blocks < 2:
-        return f"One run per arm cannot show a difference from {baseline}: measure again with --runs 5."
+        return _one_run(results)
     return f"No arm is shown to be better than {baseline} on this machine."
+
+
+def _one_run(results: Results, of: str = "") -> str:
+    what = f"a difference in {of}" if of else "a difference"
+    return f"One run per arm cannot show {what} from {results.baseline}: measure again with --runs 5."
 
 
 def _quoted(arm: str) -> str:
