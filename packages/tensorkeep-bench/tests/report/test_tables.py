@@ -105,6 +105,15 @@ def test_verdicts_gains_and_reasons(tmp_path: Path) -> None:
     assert tables.not_run_table(found).texts() == [("t5x_full", "out of memory", "5 of 5", "killed for memory")]
 
 
+def test_an_arm_that_ran_in_part_has_a_reason_among_those_that_did_not_run(tmp_path: Path) -> None:
+    document = documents.document(documents.THREE_WAY, runs=3)
+    for cell in document["cells"]:
+        if cell["arm"] == "t5x" and cell["block"] > 0:
+            cell.update(status="planned", figures={})
+    expected = [("t5x", "not reached", "2 of 3", "not reached: 2 of 3 runs")]
+    assert tables.not_run_table(read(document, tmp_path)).texts() == expected
+
+
 def test_the_headline_names_the_best_arm_that_helps_and_an_interrupted_run_is_reported(tmp_path: Path) -> None:
     document = documents.document(documents.PEERS)
     arms = document["summary"]["arms"]

@@ -104,6 +104,8 @@ def not_run_table(results: Results) -> ReportTable:
         bad = [cell for cell in cells if cell.status != "ok"]
         if bad or not cells:
             status, reason = why_not_run(bad)
+            if cells and not reason and all(cell.status == "planned" for cell in bad):
+                reason = f"not reached: {len(bad)} of {counted(len(cells), 'run')}"
             rows.append(entries(arm.name, status, f"{len(bad)} of {len(cells)}", reason))
     return ReportTable("Not run", ("=arm", "=status", ">cells", "reason"), rows)
 
