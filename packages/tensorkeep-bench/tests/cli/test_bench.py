@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import tensorkeep
 from command_line import Call, RunJson, results
 from forked import ended, start
 from forked_modules import forks
+from tensorkeep.cli.errors import ONLY_CHECKPOINT
 from tensorkeep.cli.main import main
 from tensorkeep.testing.cases import case
 from tensorkeep_bench.cli import measure
@@ -172,6 +174,19 @@ def test_invalid_file_is_one_clear_line(tmp_path: Path, check_refused: Callable[
             (tmp_path / "mine.json").write_text(json.dumps(content))
             lines = check_refused(["bench", "checkpoint", "--experiment", str(tmp_path / "mine.json")], 2, message)
             assert "mine.json" in lines[0] and len(lines) == 2
+
+
+def test_claims_names_the_command_with_an_option_that_it_does_not_have(
+    capsys: pytest.CaptureFixture[str], check_refused: Callable[..., list[str]]
+) -> None:
+    with suppress(SystemExit):
+        main(["bench", "checkpoint", "--help"])
+    shown = capsys.readouterr().out
+    for option in ONLY_CHECKPOINT:
+        with case(option):
+            lines = check_refused(["bench", "claims", option, "60"], 2, f"unknown option: {option}")
+            assert lines[1] == f"tensorkeep bench checkpoint --experiment claims {option} ..."
+            assert f"{option} " in shown
 
 
 def test_the_experiments_of_each_workload_are_listed(run_json: RunJson) -> None:

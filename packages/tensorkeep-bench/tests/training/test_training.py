@@ -230,6 +230,8 @@ def test_invalid_arms_and_settings_are_refused(data: Path, tmp_path: Path) -> No
     ):
         with case(settings), pytest.raises(UsageError, match=expected):
             WORKLOAD.parse_settings(settings)
+    with pytest.raises(UsageError, match="give at least --steps 8"):
+        WORKLOAD.parse_settings({"steps": 3, "warmup": 5})
     # Values that do not fit the recipe are refused before the run, too.
     check_arm({"model.n_heads": 3})
     with pytest.raises(UsageError, match="d_model=16 is not a multiple of n_heads=3"):

@@ -128,7 +128,7 @@ class TrainingWorkload(Workload[TrainingSettings, Settings]):
         least = settings.warmup + 3
         if settings.steps < least:
             message = f"settings: steps: {settings.steps} is less than {least}; first step and warm-up are not timed"
-            raise UsageError(message, remedy=f'give at least "steps": {least}')
+            raise UsageError(message, remedy=f'give at least --steps {least}; "steps": {least} in a file')
         return settings
 
     def parse_arm(self, given: Mapping[str, object]) -> Settings:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 
-from cyclopts.exceptions import CycloptsError, UnknownCommandError
+from cyclopts.exceptions import CycloptsError, UnknownCommandError, UnknownOptionError
 
 from tensorkeep.cli.commands import command_meant
 from tensorkeep.cli.output import print_json
@@ -106,6 +106,10 @@ def error_lines(failure: TensorkeepError) -> list[str]:
     return [printable(line) for line in (f"{prefix}{text}", failure.remedy) if line]
 
 
+# Options of `bench checkpoint` that its short form `bench claims` does not have.
+ONLY_CHECKPOINT = ("--arms", "--budget", "--keep", "--memory-limit", "--seed", "--slow-model", "--time-limit")
+
+
 def _usage_error(error: CycloptsError) -> UsageError:
     command = " ".join(["tensorkeep", *(error.command_chain or ())])
     remedy = f"see `{command} --help`"
@@ -119,6 +123,11 @@ def _usage_error(error: CycloptsError) -> UsageError:
         # The application also lists its flags, such as --help.
         known = [name for name in error.app if not name.startswith("-")]
         return UsageError(f"unknown command {token!r}; {did_you_mean(token, known, 'commands')}", remedy=remedy)
+    if isinstance(error, UnknownOptionError) and command == "tensorkeep bench claims":
+        option = (error.token.keyword or error.token.value).partition("=")[0]
+        if option in ONLY_CHECKPOINT:
+            remedy = f"tensorkeep bench checkpoint --experiment claims {option} ..."
+            return UsageError(f"unknown option: {option}", remedy=remedy)
     # cyclopts wraps its messages, and ends them with a full stop.
     message = " ".join(str(error).split()).rstrip(".")
     return UsageError(message[:1].lower() + message[1:], remedy=remedy)
