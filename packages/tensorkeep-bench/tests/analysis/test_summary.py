@@ -282,9 +282,27 @@ def test_missing_cold_loads_smaller_subjects_and_very_short_times_are_reported()
     # Arms on smaller subjects, and very short times.
     summary = summarise(document(ARMS, amounts={"slow": GIB / 64}))
     assert summary["arms"]["slow"]["save"]["gain"] == pytest.approx(1 / 3, rel=0.1)
-    assert any(text.startswith("slow worked on 16.8 MB, torch on 1.07 GB") for text in texts(summary))
+    [smaller] = [one for one in summary["warnings"] if one["text"].startswith("slow worked on 16.8 MB, torch on 1.07")]
+    assert smaller["remedy"] == "measure all arms on the same model: --model test, without --slow-model"
     made = document(ARMS, amounts=dict.fromkeys([*ARMS, "control"], GIB / 100))
     assert any("durable save: takes less than 50.0 ms with" in text for text in texts(summarise(made)))
+
+
+def test_where_a_budget_ended_the_run_a_larger_one_is_the_remedy() -> None:
+    made = document(ARMS, runs=1)
+    for cell in made["cells"]:
+        cell["seconds"] = 10.0
+    for budget, runs, expected in (
+        (None, 1, "--runs 5"),
+        (1000.0, 1, "--runs 5"),
+        (60.0, 5, "a --budget of more than 60 s"),
+        # The arms were precise enough before.
+        (1000.0, 5, "--runs 5"),
+    ):
+        made["experiment"].update(budget=budget, runs=runs)
+        with case(f"{budget} {runs}"):
+            few = next(one for one in summarise(made)["warnings"] if "one block gives no verdict" in one["text"])
+            assert few["remedy"] == expected
 
 
 def test_every_warning_has_a_remedy_and_the_written_summary_can_be_read(tmp_path: Path) -> None:

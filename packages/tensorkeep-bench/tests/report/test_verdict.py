@@ -55,6 +55,11 @@ def test_without_a_recommendation_the_sentence_says_so(tmp_path: Path) -> None:
     once = documents.document({"pytorch": (3.0, 2.0, 1.0), "fast": (1.0, 1.0, 1.0)}, runs=1)
     once["summary"]["recommendations"] = []
     assert sentence(once, tmp_path).endswith("measure again with --runs 5.")
+    # More runs do not help where the budget ended the run.
+    once["experiment"].update(budget=60.0, runs=5)
+    for cell in once["cells"]:
+        cell["seconds"] = 50.0
+    assert sentence(once, tmp_path).endswith("measure again with a --budget of more than 60 s.")
     # Sizes are the same in every run.
     sized = documents.document({"pytorch": (3.0, 2.0, 1.0), "fast": (1.0, 1.0, 0.66)}, runs=1)
     assert sentence(sized, tmp_path) == (

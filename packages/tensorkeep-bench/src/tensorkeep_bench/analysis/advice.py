@@ -1,13 +1,14 @@
 """What a reader should do with the results: recommendations for this machine, and warnings with remedies."""
 
 import math
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import get_args
 
 from tensorkeep.ext import counted, format_bytes, format_seconds, number
-from tensorkeep_bench.analysis.samples import Samples, threshold, too_small, unreached
+from tensorkeep_bench.analysis.samples import Samples, more_blocks, threshold, too_small, unreached
 from tensorkeep_bench.results import Advice, Arm, Caution, Judged, Measure, Recommendation, Results
 from tensorkeep_bench.statistics import blocks_needed
 from tensorkeep_bench.wording import difference, gain, gate_words, interval, interval_95, listed, verdict_words
@@ -374,7 +375,7 @@ def _wide_control(samples: Samples) -> Iterator[Caution]:
             f"after {counted(floor.n, 'block')}, differences below {difference(floor.floor)} are noise: "
             "two runs of the same arm differ by as much"
         )
-        yield Caution(f"{measure.label}: {text}", f"close other programs, or --runs {_more_runs(samples)}")
+        yield Caution(f"{measure.label}: {text}", f"close other programs, or {_more(samples)}")
 
 
 def _noisy_runs(samples: Samples) -> Iterator[Caution]:
@@ -387,7 +388,7 @@ def _noisy_runs(samples: Samples) -> Iterator[Caution]:
         if noisy:
             named = [f"{name} ({spread:.0%})" for spread, name in sorted(noisy, reverse=True)]
             text = f"{measure.label}: varies by more than 10% from run to run: {listed(named)}"
-            yield Caution(text, f"close other programs, or --runs {_more_runs(samples)}")
+            yield Caution(text, f"close other programs, or {_more(samples)}")
 
 
 def _odd_blocks(samples: Samples) -> Iterator[Caution]:
@@ -409,7 +410,7 @@ def _odd_blocks(samples: Samples) -> Iterator[Caution]:
                 )
             else:
                 text = f"{measure.label}: block {block + 1} was {slower}, for most arms"
-                more = f"--runs {_more_runs(samples)}: one block then counts less"
+                more = f"{_more(samples)}: one block then counts less"
                 yield Caution(text, f"close other programs and run again, or {more}")
 
 
@@ -438,9 +439,7 @@ def _other_medians(samples: Samples) -> Iterator[Caution]:
                 named.append(f"{arm.name} ({gain(by_median)}, gain {gain(found.gain)})")
         if named:
             text = f"{measure.label}: the medians differ by another factor than the gain, which compares within blocks"
-            yield Caution(
-                f"{text}: {listed(named)}", f"trust the gain; --runs {_more_runs(samples)} brings them together"
-            )
+            yield Caution(f"{text}: {listed(named)}", f"trust the gain; {_more(samples)} brings them together")
 
 
 def _too_few(samples: Samples) -> Iterator[Caution]:
@@ -448,7 +447,9 @@ def _too_few(samples: Samples) -> Iterator[Caution]:
         verdicts = {arm.name: samples.statistics(arm, measure).verdict for arm in samples.arms}
         single = [name for name, verdict in verdicts.items() if verdict == "too few runs"]
         if single:
-            yield Caution(f"{measure.label}: one block gives no verdict on {listed(single)}", "--runs 5")
+            yield Caution(
+                f"{measure.label}: one block gives no verdict on {listed(single)}", more_blocks(samples.results)
+            )
         # The number of tests, which the adjustment for many tests depends on.
         tests = sum(verdict in get_args(Judged) for verdict in verdicts.values())
         unsure = [name for name, verdict in verdicts.items() if verdict in ("within noise", "undecided")]
@@ -472,8 +473,10 @@ def _undecided(samples: Samples, measure: Measure, unsure: Sequence[str], tests:
         names = listed([text for _, text in sorted(wanted)])
         blocks = counted(samples.results.blocks, "block")
         text = f"{measure.label}: {blocks} cannot show whether these differences are real: {names}"
+        more = more_blocks(samples.results)
+        budget = "" if more.startswith("--runs") else f"; with {more}"
         both = f", --runs {most} to show them all" if most > least else ""
-        yield Caution(text, f"--runs {least} would be enough to show the first{both}")
+        yield Caution(text, f"--runs {least} would be enough to show the first{both}{budget}")
 
 
 def _smaller_subjects(samples: Samples) -> Iterator[Caution]:
@@ -488,8 +491,16 @@ def _smaller_subjects(samples: Samples) -> Iterator[Caution]:
         yield Caution(
             f"{listed(names, 12)} worked on {format_bytes(amount)}, {samples.baseline} on {format_bytes(full or 0)}: "
             "they are compared per byte, as if their time grew with the bytes",
-            "measure all arms on the same model, without a smaller one for slow arms",
+            f"measure all arms on the same model: {_same_model(samples)}, without --slow-model",
         )
+
+
+def _same_model(samples: Samples) -> str:
+    given = samples.experiment.settings
+    # A state that is given replaces both states of an experiment.
+    if given.get("from"):
+        return f"--from {shlex.quote(str(given['from']))}"
+    return f"--model {shlex.quote(str(given.get('model') or 'SPEC'))}"
 
 
 def _amount(samples: Samples, arm: str) -> float | None:
@@ -509,5 +520,5 @@ def _too_short(samples: Samples) -> Iterator[Caution]:
             )
 
 
-def _more_runs(samples: Samples) -> int:
-    return max(_MORE_RUNS, 2 * samples.results.blocks)
+def _more(samples: Samples) -> str:
+    return more_blocks(samples.results, max(_MORE_RUNS, 2 * samples.results.blocks))

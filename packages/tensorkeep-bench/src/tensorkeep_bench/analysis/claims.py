@@ -30,7 +30,7 @@ from importlib import resources
 import msgspec
 
 from tensorkeep.ext import format_bytes, number, prepared
-from tensorkeep_bench.analysis.samples import SMALLEST, SMALLEST_STATE, Samples, too_short
+from tensorkeep_bench.analysis.samples import SMALLEST, SMALLEST_STATE, Samples, more_blocks, too_short
 from tensorkeep_bench.results import Claim, ClaimVerdict
 from tensorkeep_bench.statistics import Comparison
 from tensorkeep_bench.wording import TOO_SHORT, difference, interval_95, listed
@@ -183,7 +183,7 @@ def _obstacle(samples: Samples, pair: ArmPair, found: Comparison | None) -> str 
     differing = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
     if others := sorted(differing - (differing if pair.changed is None else pair.changed)):
         return f"{pair.baseline} and {pair.arm} also differ in {listed(others)}: the cause is not isolated"
-    return None if found.low is not None else "one block gives no interval: use --runs 5"
+    return None if found.low is not None else f"one block gives no interval: use {more_blocks(samples.results)}"
 
 
 def _tolerance(exact: bool) -> tuple[float, float]:

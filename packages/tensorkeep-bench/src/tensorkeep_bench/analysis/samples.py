@@ -167,6 +167,19 @@ def unreached(results: Results) -> str:
     return f"{waiting} of {counted(len(results.cells), 'cell')} were not reached" if waiting else ""
 
 
+def more_blocks(results: Results, runs: int = 5) -> str:
+    """Return how to measure more blocks: ``--runs 5``, or a larger budget where the budget ended the run."""
+    budget, blocks = results.experiment.budget, results.blocks
+    if budget is None or blocks >= results.experiment.runs or unreached(results):
+        return f"--runs {runs}"
+    seconds = [(cell.block, cell.seconds or 0.0) for cell in results.cells]
+    another = sum(each for block, each in seconds if block == blocks - 1)
+    # A run whose arms were precise enough ends early, too.
+    if sum(each for _, each in seconds) + another <= budget:
+        return f"--runs {runs}"
+    return f"a --budget of more than {budget:g} s"
+
+
 def noise_of(controls: Sequence[Comparison]) -> Noise | None:
     """Return the noise floor that A/A controls show; None without a control that ran in at least two blocks."""
     shown = [(one.low, one.high, one.n) for one in controls if one.low is not None and one.high is not None]

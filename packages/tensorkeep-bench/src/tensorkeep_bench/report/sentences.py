@@ -5,7 +5,7 @@ from typing import get_args
 
 from tensorkeep.ext import counted, format_bytes
 from tensorkeep_bench.analysis.advice import too_noisy
-from tensorkeep_bench.analysis.samples import TOO_SMALL, too_small, unreached
+from tensorkeep_bench.analysis.samples import TOO_SMALL, more_blocks, too_small, unreached
 from tensorkeep_bench.experiment import BASELINE
 from tensorkeep_bench.report.measures import compared_arms
 from tensorkeep_bench.results import ArmStatistics, ClaimVerdict, Measure, Recommendation, Results, Verdict
@@ -154,7 +154,7 @@ def _verdict_sentence(results: Results) -> str:
 
 def _one_run(results: Results, of: str = "") -> str:
     what = f"a difference in {of}" if of else "a difference"
-    return f"One run per arm cannot show {what} from {results.baseline}: measure again with --runs 5."
+    return f"One run per arm cannot show {what} from {results.baseline}: measure again with {more_blocks(results)}."
 
 
 def _quoted(arm: str) -> str:
