@@ -295,6 +295,7 @@ def test_where_a_budget_ended_the_run_a_larger_one_is_the_remedy() -> None:
     for budget, runs, expected in (
         (None, 1, "--runs 5"),
         (1000.0, 1, "--runs 5"),
+        (60.0, None, "--runs 5"),
         (60.0, 5, "a --budget of more than 60 s"),
         # The arms were precise enough before.
         (1000.0, 5, "--runs 5"),

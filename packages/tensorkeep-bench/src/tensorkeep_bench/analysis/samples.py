@@ -170,7 +170,7 @@ def unreached(results: Results) -> str:
 def more_blocks(results: Results, runs: int = 5) -> str:
     """Return how to measure more blocks: ``--runs 5``, or a larger budget where the budget ended the run."""
     budget, blocks = results.experiment.budget, results.blocks
-    if budget is None or blocks >= results.experiment.runs or unreached(results):
+    if budget is None or blocks >= (results.experiment.runs or 0) or unreached(results):
         return f"--runs {runs}"
     seconds = [(cell.block, cell.seconds or 0.0) for cell in results.cells]
     another = sum(each for block, each in seconds if block == blocks - 1)
