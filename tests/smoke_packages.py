@@ -150,7 +150,7 @@ def try_trainer() -> None:
 def try_bench() -> None:
     """List the experiments, and write the report of a file with results."""
     assert "six-way" in call("bench", "checkpoint", "--list")[0]
-    results = CHECKOUT / "packages" / "tensorkeep-bench" / "benchmarks" / "results" / "a-a-control.json.gz"
+    results = CHECKOUT / "packages" / "tensorkeep-bench" / "benchmarks" / "results" / "isolated-bfloat16.json.gz"
     call("report", str(results), "--out", "report.html")
     assert "<svg" in Path("report.html").read_text()
 
