@@ -192,7 +192,7 @@ def train_and_kill(text: str, folder: Path) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 def test_the_loop_of_the_page_continues_after_a_kill(workers: int, tmp_path: Path) -> None:
     text = next(block.text for block in blocks(ROOT / "docs/how-to/data-loaders.md") if "def train" in block.text)
     option = f"shuffle=True, num_workers={workers}, multiprocessing_context={'fork' if workers else None!r}"

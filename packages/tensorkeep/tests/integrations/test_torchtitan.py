@@ -108,6 +108,7 @@ def train(out: Path, steps: range, **options: Any) -> dict[str, Any]:
     return {"loaded": loaded, "start": start, "end": end}
 
 
+@pytest.mark.exhaustive
 def test_a_run_resumes_exactly_from_what_its_ranks_have_saved(tmp_path: Path) -> None:
     whole = run_ranks(2, train, tmp_path / "whole", range(1, 8), last_save_model_only=False)
     first = run_ranks(2, train, tmp_path / "run", range(1, 6), keep_latest_k=2, last_save_model_only=False)
