@@ -48,7 +48,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt $(PACKAGES:%=packages/%/pyp
 demo: $(DEMO)  ## saves, loads, a flipped bit, kills and a resumed training run, beside other tools (two minutes)
 	@$(BIN)/tensorkeep demo $(DEMO_ARGS)
 
-test: $(DEV)  ## all tests but the exhaustive ones (five minutes on 2 cores)
+test: $(DEV)  ## all tests but the exhaustive ones (five and a half minutes on 2 cores)
 	$(PYTEST) -m "not exhaustive"
 
 test-unit: $(DEV)  ## the unit tests, which start no process, server, compiler or rank

@@ -113,7 +113,9 @@ def test_the_structure_keeps_the_numbers(tmp_path: Path) -> None:
     model = network()
     optimizer = stepped(torch.optim.AdamW, model)
     tensorkeep.save({"model": model, "optimizer": optimizer}, tmp_path / "a")
-    torch.optim.AdamW(model.parameters()).load_state_dict(tensorkeep.load(tmp_path / "a")["optimizer"])
+    loaded = tensorkeep.load(tmp_path / "a")["optimizer"]
+    assert loaded["state"].keys() == optimizer.state_dict()["state"].keys() == set(range(len(loaded["state"])))
+    torch.optim.AdamW(model.parameters()).load_state_dict(loaded)
 
 
 def test_parameters_of_several_modules_and_of_none() -> None:
